@@ -14,8 +14,8 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,6 +65,20 @@ def fields_of(value: Any) -> list[dict[str, Any]]:
 
 def _names(slots: Any) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
+
+
+def items_of(value: Any) -> list[Any]:
+    """What a container holds (of a dict: its keys), read by its built-in class: what a subclass makes of ``len`` and of loops
+    may raise, change something or say otherwise."""
+    kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    return [*kind.__iter__(value)]
+
+
+def pairs_of(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a dict, likewise."""
+    if isinstance(value, types.MappingProxyType):
+        return [*value.items()]
+    return [*(OrderedDict if isinstance(value, OrderedDict) else dict).items(value)]
 
 
 def foreign(module: str | None) -> bool:
@@ -125,21 +139,8 @@ class Content:
         if len(self._seen) > _OBJECTS:
             raise Unguardable(f"{what}, which holds more than {_OBJECTS} objects")
         inside = functools.partial(self.of, what=what, by_path=by_path)
-        if isinstance(value, (tuple, list, deque, dict, types.MappingProxyType, set, frozenset)) and len(value) > _ITEMS:
-            raise Unguardable(f"{what}, a {kind.__name__} of {len(value)} items")
-        if isinstance(value, (tuple, list, deque)):
-            if not isinstance(value, tuple):
-                self.rows.append((value, tuple(value)))
-            return kind, tuple(map(inside, value)), self._fields(value, what)
-        if isinstance(value, (dict, types.MappingProxyType)):
-            if value:
-                self.tables.append((value, tuple(value), tuple(value.values())))
-            else:
-                self.bare.append(value)
-            return kind, tuple((inside(key), inside(item)) for key, item in value.items()), self._fields(value, what)
-        if isinstance(value, (set, frozenset)):
-            self.sets.append((value, set(value)))
-            return kind, frozenset(value)
+        if isinstance(value, (*_CONTAINERS, types.MappingProxyType)):
+            return self._container(value, kind, what, inside)
         if isinstance(value, functools.partial):
             return kind, inside(value.func), inside(value.args), inside(value.keywords)
         if isinstance(value, (range, slice)):
@@ -157,6 +158,27 @@ class Content:
         if foreign(kind.__module__):
             return _Same(value)
         raise Unguardable(f"{what}, a {kind.__module__}.{kind.__qualname__}, which may change without a trace")
+
+    def _container(self, value: Any, kind: type, what: str, inside: Callable[[Any], Any]) -> Any:
+        """A list, tuple, set, dict or the like."""
+        mapping = isinstance(value, (dict, types.MappingProxyType))
+        items: list[Any] = pairs_of(value) if mapping else items_of(value)
+        if len(items) > _ITEMS:
+            raise Unguardable(f"{what}, a {kind.__name__} of {len(items)} items")
+        if isinstance(value, (set, frozenset)):
+            self.sets.append((value, set(items)))
+            return kind, frozenset(items)
+        if not mapping:
+            if not isinstance(value, tuple):
+                self.rows.append((value if kind in _CONTAINERS else _Items(value), tuple(items)))
+            return kind, tuple(map(inside, items)), self._fields(value, what)
+        if kind not in (dict, OrderedDict, types.MappingProxyType):
+            self.rows.append((_Pairs(value), tuple(part for pair in items for part in pair)))
+        elif items:
+            self.tables.append((value, tuple(key for key, _ in items), tuple(item for _, item in items)))
+        else:
+            self.bare.append(value)
+        return kind, tuple((inside(key), inside(item)) for key, item in items), self._fields(value, what)
 
     def _array(self, value: Any, kind: type, what: str) -> Any:
         content = value.tobytes() if getattr(value, "nbytes", 0) <= _BYTES and hasattr(value, "tobytes") else None
@@ -192,6 +214,29 @@ class _Held:
         return iter((self._variable.get(MISSING),))
 
 
+class _Items:
+    """What a container of a class of its own holds, as a row."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __len__(self) -> int:
+        return len(items_of(self._value))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(items_of(self._value))
+
+
+class _Pairs(_Items):
+    """Likewise of a dict: its keys and values in turns."""
+
+    def __len__(self) -> int:
+        return 2 * len(pairs_of(self._value))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (part for pair in pairs_of(self._value) for part in pair)
+
+
 class _Slots:
     """What an object with slots holds, as a row."""
 
@@ -205,6 +250,7 @@ class _Slots:
         return (getattr(self._value, name, MISSING) for name in self._names)
 
 
+_CONTAINERS = (tuple, list, deque, OrderedDict, dict, set, frozenset)
 _PLAIN = frozenset(
     [bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size]
 )

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .content import items_of, pairs_of
+
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, type, enum.Enum, np.generic, np.dtype),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool),
@@ -29,7 +31,7 @@ _MOST = 4096
 def plain(value: Any) -> bool:
     """Whether nobody can change it: a number, a text, a function, a class, or a tuple of such."""
     if isinstance(value, (tuple, frozenset)):
-        return all(map(plain, value)) and not getattr(value, "__dict__", None)
+        return all(map(plain, items_of(value))) and not getattr(value, "__dict__", None)
     return isinstance(value, _PLAIN)
 
 
@@ -71,9 +73,10 @@ class Kept:
         if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= 1 << 16:
             self._arrays.append((value, value.copy()))
         elif kind is not None:
+            items = [item for _, item in pairs_of(value)] if kind is dict else items_of(value)
             if kind not in (tuple, frozenset):
-                self._pairs.append((value, kind(value)))
-            yield from value.values() if kind is dict else value
+                self._pairs.append((value, kind(pairs_of(value) if kind is dict else items)))
+            yield from items
         elif isinstance(value, functools.partial):
             yield from (value.func, value.args, value.keywords)
         elif isinstance(value, types.MethodType):

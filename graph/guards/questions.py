@@ -74,7 +74,10 @@ def is_traced(frame: types.FrameType, names: tuple[str, ...]) -> bool:
     for name in names[1:]:
         if isinstance(value, torch.Tensor) or isinstance(inspect.getattr_static(type(value), name, None), property):
             return True
-        value = getattr(value, name, None)
+        try:
+            value = getattr(value, name, None)
+        except Exception:  # of a ``__getattr__`` of its own: the forward will raise it
+            return False
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, fx.Proxy))
 
 

@@ -105,10 +105,17 @@ def named_in(code: types.CodeType, table: Mapping[str, Any]) -> Iterator[Any]:
     for name, *rest in chains:
         value = table.get(name, MISSING)
         for step in rest:
-            value = getattr(value, step, MISSING) if isinstance(value, (types.ModuleType, type)) else MISSING
+            value = _member(value, step) if isinstance(value, (types.ModuleType, type)) else MISSING
         yield value
     for module, _, name in imports:
-        yield getattr(sys.modules.get(module), name, MISSING) if name else MISSING
+        yield _member(sys.modules.get(module), name) if name else MISSING
+
+
+def _member(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, MISSING)
+    except Exception:  # a module's own ``__getattr__`` may import or make what is not there
+        return MISSING
 
 
 def _inside(value: Any, names: list[str]) -> Iterator[Root]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported
-from .content import MISSING, Content, Unguardable, foreign, is_data
+from .content import MISSING, Content, Unguardable, foreign, is_data, items_of, pairs_of
 from .generators import python_marks, torch_mark
 from .roots import Root, globals_of, named_in, reachable
 from .world import World
@@ -114,7 +114,10 @@ def code_in(value: Any) -> bool:
 
 def _called_in(value: Any) -> tuple[list[types.FunctionType], set[type]]:
     """Functions in an attribute, and the user's classes of objects in it."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    if isinstance(value, dict):
+        inside = [item for _, item in pairs_of(value)]
+    else:
+        inside = items_of(value) if isinstance(value, (list, tuple)) else [value]
     functions: list[types.FunctionType] = []
     kinds: set[type] = set()
     for item in inside:

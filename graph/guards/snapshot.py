@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .content import MISSING, fields_of, foreign
+from .content import MISSING, fields_of, foreign, items_of, pairs_of
 
 
 class Snapshot:
@@ -54,13 +54,14 @@ class Snapshot:
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return (
-            [*value.values(), *(vars(value),)] if type(value) is not dict and hasattr(value, "__dict__") else [*value.values()]
-        )
+    if isinstance(value, (dict, types.MappingProxyType)):
+        own = [vars(value)] if type(value) is not dict and hasattr(value, "__dict__") else []
+        return [*(item for _, item in pairs_of(value)), *own]
     if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return [*value]
-    if isinstance(value, (random.Random, types.MappingProxyType)):
+        return items_of(value)
+    if isinstance(value, Mapping):
+        return fields_of(value) or [*value.values()]
+    if isinstance(value, random.Random):
         return []
     if isinstance(value, types.MethodType):
         return [value.__self__]
@@ -71,11 +72,11 @@ def _items(value: Any) -> list[Any]:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, (list, deque)):
-        return tuple(value)
+        return tuple(items_of(value))
     if isinstance(value, dict):
-        return tuple(value.items())
+        return tuple(pairs_of(value))
     if isinstance(value, set):
-        return frozenset(value)
+        return frozenset(items_of(value))
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -89,24 +90,27 @@ def _copy(value: Any) -> Any:
 
 def _same(value: Any, copy: Any) -> bool:
     if isinstance(value, (list, deque)):
-        return len(value) == len(copy) and all(a is b for a, b in zip(value, copy))
+        items = items_of(value)
+        return len(items) == len(copy) and all(a is b for a, b in zip(items, copy))
     if isinstance(value, dict):
-        return len(value) == len(copy) and all(k is n and a is b for (k, a), (n, b) in zip(list(value.items()), copy))
+        pairs = pairs_of(value)
+        return len(pairs) == len(copy) and all(k is n and a is b for (k, a), (n, b) in zip(pairs, copy))
     if isinstance(value, set):
-        return value == copy
+        return set(items_of(value)) == copy
     now = _copy(value)
     return bool(now == copy if isinstance(value, random.Random) else now[0] == copy[0])
 
 
 def _put_back(value: Any, copy: Any) -> None:
     if isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(copy)
+        kind: Any = list if isinstance(value, list) else deque
+        kind.clear(value)
+        kind.extend(value, copy)
     elif isinstance(value, dict):
         _put_back_items(value, dict(copy))
     elif isinstance(value, set):
-        value.clear()
-        value.update(copy)
+        set.clear(value)
+        set.update(value, copy)
     elif isinstance(value, random.Random):
         value.setstate(copy)
     elif isinstance(value, torch.Generator):
@@ -120,9 +124,10 @@ def _put_back(value: Any, copy: Any) -> None:
 def _put_back_items(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     # A class may have methods of its own for this; an ``OrderedDict`` has to know.
     kind = OrderedDict if isinstance(value, OrderedDict) else dict
+    keys = items_of(value)
     # Other threads may read it, the globals of a module for example: what stands where it stood stays there meanwhile.
-    stays = list(itertools.takewhile(lambda pair: pair[0] is pair[1], zip(list(value), before)))
-    for key in list(value)[len(stays) :]:
+    stays = list(itertools.takewhile(lambda pair: pair[0] is pair[1], zip(keys, before)))
+    for key in keys[len(stays) :]:
         kind.__delitem__(value, key)
     for key, item in before.items():
         if dict.get(value, key, MISSING) is not item:

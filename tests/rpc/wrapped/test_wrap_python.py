@@ -86,6 +86,10 @@ def by_setting(x, calls):
     return x * GAIN
 
 
+def by_absent(x, calls):
+    return torch.classes.absent.Thing(x) if calls < 0 else x
+
+
 def times(x, given):
     return x * given
 
@@ -126,6 +130,7 @@ CASES: list[tuple[Any, Any, str, str]] = [
     (by_random, itself, EQUAL, EQUAL),
     (by_numpy, itself, EQUAL, EQUAL),
     (by_chance, itself, EQUAL, EQUAL),
+    (by_absent, itself, EQUAL, EQUAL),
 ]
 """What the part gives, what the forward does with it; what comes of that by ``capture="auto"``, and eagerly."""
 
@@ -180,3 +185,77 @@ def everything() -> dict[str, str]:
 
 def test_what_parts_do_in_python() -> None:
     assert not drive(everything)
+
+
+class Irreps(tuple):
+    """Its length is something else than how many items it has, as that of e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+class Once(list):
+    """A loop over it changes it."""
+
+    def __iter__(self):
+        self.clear()
+        return super().__iter__()
+
+    def __reduce__(self):
+        return Once, ([self[at] for at in range(len(self))],)
+
+
+class Lazy(dict):
+    """Makes its values when it is asked for them."""
+
+    def values(self):
+        raise RuntimeError("asked for values")
+
+    def __iter__(self):
+        raise RuntimeError("asked for keys")
+
+
+class Own(nn.Module):
+    """Reads containers of classes that have methods of their own for what a list or dict does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(10, 10)
+        self.irreps, self.once, self.lazy = Irreps((2.0, [3.0])), Once([1.0, 2.0]), Lazy(a=2.0, b=[0.5])
+
+    def forward(self, x):
+        first, second = tuple.__getitem__(self.irreps, 0), tuple.__getitem__(self.irreps, 1)
+        return self.line(x) * first * second[0] * self.once[1] * self.lazy["a"] * self.lazy["b"][0]
+
+
+class Owns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.part, self.head = Own(), Own(), nn.Linear(10, 4)
+
+    def forward(self, x):
+        return self.head(self.part(self.stem(x)))
+
+
+def own_containers() -> dict[str, str]:
+    """What came of three steps, between which the containers change, where that was not equal to one process."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for capture in ("auto", "eager", "here"):
+        for at in ("", "stem", "part"):
+            model, twin = both(Owns, {"part": "worker1"}, capture=capture)
+            for step, (x, _) in enumerate(batches(3, 6, 10)):
+                for network in (model, twin) if at else ():
+                    part = network.get_submodule(at)
+                    if step == 1:
+                        tuple.__getitem__(part.irreps, 1)[0] = 5.0
+                        part.once[1] = 7.0
+                        part.lazy["a"] = 0.25
+                if not torch.equal(model(x), twin(x)):
+                    found[f"{capture}, {at}, step {step}"] = model.captured
+            model.close()
+    return found
+
+
+def test_containers_with_methods_of_their_own() -> None:
+    assert not drive(own_containers)
