@@ -80,6 +80,13 @@ def at_last(state: Full, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return future
 
 
+def unsummed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that divides each bucket, as DDP does, and sends nothing: what is left is DDP's own work."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().div_(dist.get_world_size(group)))
+    return future
+
+
 def parallel(model: nn.Module, group: Any, cap_mb: float, overlap: bool = True) -> DistributedDataParallel:
     """``cap_mb``: MiB of a bucket; 0: one for each parameter."""
     found = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)

@@ -105,6 +105,10 @@ class Run:
                     model, x = models.made(name)
                     model = models.parallel(model, group, self.job["cap_mb"], overlap)
                     found[f"{what}{'' if overlap else ' without overlap'}"] = model
+            model, x = models.made(name)
+            group = next(iter(self.groups.values()))
+            model = found["unsummed"] = models.parallel(model, group, self.job["cap_mb"])
+            model.register_comm_hook(group, models.unsummed)
             for model in found.values():
                 for _ in range(self.job["warm_up"]):
                     _step(model, x)
@@ -120,7 +124,7 @@ class Run:
         """Every way has to give the same bits: a sum of two numbers has one order."""
         if self.job["size"] != 2:
             return
-        first, *others = (_gradients(model) for what, model in found.items() if what != "alone")
+        first, *others = (_gradients(model) for what, model in found.items() if what not in ("alone", "unsummed"))
         for grads in others:
             if not all(torch.equal(one, other) for one, other in zip(first, grads, strict=True)):
                 raise RuntimeError("a step has other gradients with another group, or without overlap")

@@ -56,6 +56,10 @@ def test_the_parts_of_a_step() -> None:
     assert found == (2.0, 6.0, 3.0, 4.0)
     assert round(found.speed_up, 3) == 36.364, "15 ms a step without overlap, 11 with it"
     assert report.breakdown(findings, "GRU", "rdmarpc") is None
+    assert report.own_work(findings, "GRU") is None
+    findings.add("breakdown, GRU: forward", 0, "unsummed", 2.5)
+    findings.add("breakdown, GRU: backward", 0, "unsummed", 7.0)
+    assert report.own_work(findings, "GRU") == 1.5
 
 
 def test_a_ratio_of_noise_is_no_target_that_is_met() -> None:
