@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,11 +39,18 @@ def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: di
             made[id(buffer)] = RemoteBuffer(buffer, owners, worker, path, name)
         dict.__setitem__(part._buffers, name, None if buffer is None else made[id(buffer)])
     for name, child in original._modules.items():
-        if child is not None and id(child) not in made:
-            mirror(child, owners, worker, f"{path}.{name}", made, top=False)
-        if child is not None:
-            made[id(child)]._place.within = True
-        dict.__setitem__(part._modules, name, None if child is None else made[id(child)])
+        inner = None if child is None else _mirrored(child, owners, worker, f"{path}.{name}", made)
+        dict.__setitem__(part._modules, name, inner)
+    return part
+
+
+def _mirrored(child: nn.Module, owners: Owners, worker: str, path: str, made: dict[int, Any]) -> RemotePart:
+    """The stand-in of a module inside of a part."""
+    known = made.get(id(child))
+    part = known if isinstance(known, RemotePart) else mirror(child, owners, worker, path, made, top=False)
+    if known is not None:  # one without tensors, an activation say, may be here, too
+        made[id(child)] = known
+    part._place.within = True
     return part
 
 
@@ -55,6 +63,7 @@ def stand_ins(net: nn.Module, owners: Owners, places: Places) -> tuple[nn.Module
     """The stand-in of a whole model, and those of all its modules and parameters by ``id`` of the originals."""
     made: dict[int, Any] = {}
     top = stand_in(net, owners, places, "", made)
+    kept: dict[int, Any] = {}
     for module in net.modules():
         shell = made.get(id(module), module)
         if shell is not module and not isinstance(shell, RemotePart):
@@ -62,8 +71,17 @@ def stand_ins(net: nn.Module, owners: Owners, places: Places) -> tuple[nn.Module
             for key, value in vars(shell).items():
                 if key not in TABLES:
                     where = f"attribute {key!r} of {type(module).__name__}"
-                    vars(shell)[key] = pytree.tree_map(lambda leaf, where=where: _over(leaf, made, where), value)
+                    if id(value) not in kept:  # what several modules share they go on sharing
+                        kept[id(value)] = _inside(value, made, where)
+                    vars(shell)[key] = kept[id(value)]
     return top, made
+
+
+def _inside(value: Any, made: Mapping[int, Any], where: str) -> Any:
+    """``_over`` for all that containers hold: the very same ones, if nothing in them is to be exchanged."""
+    leaves, tree = pytree.tree_flatten(value)
+    found = [_over(leaf, made, where) for leaf in leaves]
+    return value if all(map(operator.is_, found, leaves)) else pytree.tree_unflatten(found, tree)
 
 
 def _over(value: Any, made: Mapping[int, Any], where: str) -> Any:
@@ -72,10 +90,12 @@ def _over(value: Any, made: Mapping[int, Any], where: str) -> Any:
     if id(value) in made:
         return made[id(value)]
     if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _over(value.__self__, made, where))
+        owner = _over(value.__self__, made, where)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
     if type(value) is functools.partial:
-        args, kwargs = pytree.tree_map(lambda leaf: _over(leaf, made, where), (value.args, value.keywords))
-        return functools.partial(_over(value.func, made, where), *args, **kwargs)
+        given = value.func, value.args, value.keywords
+        func, args, kwargs = found = _inside(given, made, where)
+        return value if found is given else functools.partial(func, *args, **kwargs)
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or ())
         for name, held in [*((name, _held(cell)) for name, cell in cells), *_defaults(value)]:

@@ -234,6 +234,86 @@ def tied() -> None:
         model.close()
 
 
+class Active(nn.Module):
+    """A part that was given its activation."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.line, self.act = nn.Linear(20, 20), act
+
+    def forward(self, x):
+        return self.act(self.line(x))
+
+
+class OneActivation(nn.Module):
+    """All parts have one activation, which is a module (MONAI's SegResNet)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.Sequential(nn.Dropout(0.0), nn.Tanh())
+        self.act, self.head = act, nn.Linear(20, 4)
+        self.a, self.b, self.c = Active(act), Active(act), nn.Sequential(Active(act), nn.Linear(20, 20), act)
+
+    def forward(self, x):
+        return self.head(self.act(self.c(self.b(self.a(x)))))
+
+
+def one_activation() -> None:
+    for placement in (
+        {"b": "worker1"},
+        {"a": "worker1"},
+        {"a": "worker1", "b": "worker2"},
+        {"b": "worker1", "c.0": "worker2"},
+        {"a": "worker1", "c.1": "worker2"},
+        {"c": "worker1", "a": "worker2"},
+    ):
+        model, twin = both(OneActivation, placement)
+        train_both(model, twin, batches(3, 8, 20), lambda p: torch.optim.SGD(p, 0.1))
+        for network in (model, twin):
+            network.eval()
+        x = torch.randn(8, 20)
+        assert torch.equal(model(x), twin(x)), placement
+        model.close()
+
+
+class Heard(nn.Module):
+    """Puts its output into a list that it was given, and calls a part inside of it."""
+
+    def __init__(self, heard: list[torch.Tensor], at: int, inside: nn.Module) -> None:
+        super().__init__()
+        self.heard, self.at, self.line, self.inside = heard, at, nn.Linear(20, 20), inside
+
+    def forward(self, x):
+        self.heard[self.at] = torch.tanh(self.line(x))
+        return self.inside(self.heard[self.at])
+
+
+class Hears(nn.Module):
+    """Modules and the model have one list, into which forwards write (the deep supervision of MONAI's DynUNet)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = [torch.zeros(1)] * 2
+        self.body = Heard(self.heard, 0, Heard(self.heard, 1, nn.Linear(20, 20)))
+        self.head = nn.Linear(20, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x) + self.heard[0] * self.heard[1])
+
+
+def one_list() -> None:
+    for placement in (
+        {"head": "worker1"},
+        {"body.inside.inside": "worker1"},
+        {"body.line": "worker1", "body.inside.line": "worker2"},
+    ):
+        model, twin = both(Hears, placement)
+        train_both(model, twin, batches(3, 8, 20), lambda p: torch.optim.SGD(p, 0.1))
+        assert model.heard is model.body.heard is model.body.inside.heard
+        assert all(map(torch.equal, model.heard, twin.heard))
+        model.close()
+
+
 def everything() -> None:
     for scenario in (refusals, nested, sharing, tied, dropout, language, transformers):
         torch.manual_seed(0)
@@ -242,3 +322,11 @@ def everything() -> None:
 
 def test_nested_placements():
     drive(everything, 3)
+
+
+def test_parts_that_share_a_module_without_tensors() -> None:
+    drive(one_activation, 3)
+
+
+def test_a_list_that_modules_share() -> None:
+    drive(one_list, 3)
