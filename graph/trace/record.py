@@ -131,6 +131,8 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
+_POWERS = (torch.Tensor.__pow__, torch.Tensor.__ipow__)
+"""``x ** y`` calls wrappers of the methods ``pow`` and ``pow_`` that no name leads to."""
 _PLACES = frozenset(["data_ptr", "storage", "untyped_storage", "_typed_storage"])
 
 
@@ -236,7 +238,7 @@ class _Recorder(TorchFunctionMode):
             # A property; those that are no tensors are known now.
             target, name = "call_function", func.__self__.__name__
             func, args = getattr, (args[0], name)
-        elif hasattr(torch.Tensor, name) and getattr(torch.Tensor, name) is func:
+        elif func in _POWERS or (hasattr(torch.Tensor, name) and getattr(torch.Tensor, name) is func):
             target = "call_method"
         else:
             target = "call_function"

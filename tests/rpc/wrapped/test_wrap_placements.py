@@ -314,6 +314,27 @@ def one_list() -> None:
         model.close()
 
 
+class Powers(nn.Module):
+    """Its own forward is to run elsewhere, and has powers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 4)
+
+    def forward(self, x):
+        y = torch.sigmoid(self.a(x))
+        z = (2**y) + y**2 + y**y
+        z **= 2
+        return self.b(z)
+
+
+def powers() -> None:
+    model, twin = both(Powers, {"a": "worker1", "b": "worker1"})
+    train_both(model, twin, batches(3, 8, 20), lambda p: torch.optim.SGD(p, 0.1))
+    assert model.captured == "fx"
+    model.close()
+
+
 def everything() -> None:
     for scenario in (refusals, nested, sharing, tied, dropout, language, transformers):
         torch.manual_seed(0)
@@ -330,3 +351,7 @@ def test_parts_that_share_a_module_without_tensors() -> None:
 
 def test_a_list_that_modules_share() -> None:
     drive(one_list, 3)
+
+
+def test_powers_between_parts_run_there() -> None:
+    drive(powers)
