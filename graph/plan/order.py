@@ -82,7 +82,8 @@ class Order:
             return self._in_order(self._carried(value, terms), terms) and sum(map(len, reads.values())) == sum(
                 map(len, terms.values())
             )
-        self._share(home[0], path, local if home in local else [*local, home])
+        # Where nobody gives a gradient of what crosses, the segment that it is from has no backward.
+        self._share(home[0], path, [*local, home] if value.order and home not in local else local)
         away = {at: found for at, found in terms.items() if at[0] != home[0]}
         before = [term for at in local if at != home for term in terms[at]]
         total = fold([apart(away, home, ""), fold(before), *terms.get(home, [])])

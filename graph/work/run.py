@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
-from ...transport import NotSupported
+from ...transport import NotSupported, RdmaError
 from ..outlets.outlet import keep_apart
 from ..plan.program import Machine
 from ..schedules.halves import RAN_HOOKS, Halves, halves, hooks_made
@@ -323,6 +323,8 @@ class Run:
         self.backwards_left -= 1
         for later in duty.then:
             self._lacks_one_less(later)
+        if self._totals and not self.backwards_left:
+            raise RdmaError(f"gradients of {', '.join(self._totals)} were summed and not added: please report this model")
 
     def finish_backward(self, duty: Duty) -> None:
         """The second half."""

@@ -168,6 +168,52 @@ def named() -> None:
     model.close()
 
 
+class Codebook(nn.Module):
+    """Reads the weights of a part where no gradient comes back, before, between and after the calls of that part."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+        self.encode, self.codes, self.decode = nn.Linear(SIZE, SIZE), nn.Embedding(5, SIZE), nn.Linear(SIZE, SIZE)
+
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(x, self.codes.weight).argmin(1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.encode(x)
+        which = self.nearest(z) if "before" in self.at else z.argmax(1) % 5
+        found = self.codes(which)
+        if "between" in self.at:
+            found = found + self.codes(self.nearest(found))
+        if "after" in self.at:
+            found = found * (self.nearest(found)[:, None] + 1)
+        if "gradient" in self.at:
+            found = found + self.codes.weight.mean(0)
+        return self.decode(z + (found - z).detach()), F.mse_loss(found, z.detach()) + F.mse_loss(z, found.detach())
+
+
+def codebooks() -> None:
+    for at in ("before", "between", "after", "before, after", "before, between, after", "before, gradient"):
+        for others in ({}, {"encode": "worker2"}, {"decode": "worker1"}):
+            place = {"codes": "worker1", **others}
+            torch.manual_seed(3)
+            net = Codebook(at)
+            twin = copy.deepcopy(net)
+            model = wrap(net, place, timeout=20.0)
+            for _ in range(2):
+                x = torch.randn(4, SIZE)
+                for each in (model, twin):
+                    result, loss = each(x)
+                    (result.pow(2).sum() + loss).backward()
+            for name, grad in fetched(twin).items():
+                assert torch.equal(fetched(model)[name], grad), (at, place, name)
+            model.close()
+
+
+def test_weights_that_are_read_where_no_gradient_comes_back():
+    drive(codebooks, 3)
+
+
 def many() -> None:
     named()
     trials(range(18))
