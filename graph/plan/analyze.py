@@ -113,7 +113,9 @@ class _Analysis:
                 output = self.arguments(node.args[0])
                 effects = self.effects()
                 given = self.readers.outputs(output)
-                level = self.level((output, effects), self.caller, given)
+                # In the last segment of the caller: the loss comes after it. What nothing uses may come later than the result.
+                here = [level for worker, level in self.segments if worker == self.caller]
+                level = max(self.level((output, effects), self.caller, given), *here, 0)
                 self.where[node] = self.caller, level
                 self.readers.note(given, (self.caller, level), self.home)
                 output = self.localize(output, self.caller, level)

@@ -244,6 +244,41 @@ def test_weights_that_are_read_where_no_gradient_comes_back():
     drive(codebooks, 3)
 
 
+class Aside(nn.Module):
+    """Returns what is computed before something that nothing uses but the running means of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head, self.aside = (nn.Linear(SIZE, SIZE) for _ in range(4))
+        self.norm = nn.BatchNorm1d(SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.one(x)
+        two = self.two(one)
+        result = self.head(two)
+        self.norm(self.aside(torch.cat([one, two * 2, two * 3])))
+        return result
+
+
+def asides() -> None:
+    for place in ({"two": "worker1"}, {"two": "worker1", "aside": "worker2"}, {"head": "worker1", "norm": "worker2"}):
+        torch.manual_seed(4)
+        net = Aside()
+        twin = copy.deepcopy(net)
+        model = wrap(net, place, timeout=20.0)
+        for _ in range(2):
+            x = torch.randn(4, SIZE)
+            for each in (model, twin):
+                each(x).pow(2).sum().backward()
+            assert not check(model, twin, str(place))
+        assert torch.equal(model.state_dict()["norm.running_mean"], twin.norm.running_mean)
+        model.close()
+
+
+def test_a_result_that_is_made_before_what_nothing_uses():
+    drive(asides, 3)
+
+
 def many() -> None:
     named()
     trials(range(24))
