@@ -158,13 +158,15 @@ def test_work_under_way_fails_when_the_peer_is_killed(across: Across) -> None:
     works = [across.channel.memcpy(remote, ours), across.channel.memcpy(remote, ours)]
     killed = threading.Timer(0.2, across.peer.kill)
     killed.start()
+    # The kernel may take a dying process' regions before its queue pair: the adapter then still answers, and refuses.
+    ended = (PeerLost, RemoteAccessError) if across.device.name.startswith("verbs") else PeerLost
     for work in works:
         try:
             work.wait(20.0)
-        except PeerLost:
-            assert isinstance(work.exception(), PeerLost)
+        except ended as error:
+            assert isinstance(work.exception(), type(error))
         assert work.done()
-    with pytest.raises(PeerLost):
+    with pytest.raises(ended):
         across.channel.expect(1).wait(T)
     killed.join(T)  # it closes what the end of the test closes, too
 
