@@ -6,6 +6,7 @@ milliseconds unless they are named otherwise, and each ends when the GPU has don
 
 import importlib
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -145,6 +146,8 @@ def joined(
     if rank == 0:
         launcher.tell(("measured", drive(library, job)))
     library.rpc.shutdown()
+    for left in Path("/dev/shm").glob(f"cuda.shm.*.{os.getpid():x}.*"):  # by torch RPC, which does not close what it mapped
+        left.unlink(missing_ok=True)
 
 
 class MyModule(nn.Module):

@@ -12,6 +12,7 @@ until the late answer comes or the peer is lost.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -364,6 +365,8 @@ class Caller:
                 streams.synchronize()
                 future.unforeseen = True
                 self.device.count("gpu_host_waits")
+            elif streams is not None and future.on_gpu:
+                streams.pass_captures()
         except BaseException as error:
             # Unpickling runs code of users, which may raise anything; but an interrupt of the main thread is for that.
             if not pending.expired:
@@ -375,10 +378,12 @@ class Caller:
             return False
         try:
             torch._C.Future.set_result(future, value)
-        except RuntimeError:
+        except RuntimeError as error:
             if not future.done():
                 raise
-            # The user has completed it: what came is not wanted.
+            if isinstance(error, torch.AcceleratorError):  # out of torch, which ran no callback after the one that failed
+                logging.getLogger("rdmarpc").error("callbacks of a future are lost, because its GPU failed: %s", error)
+            # Else the user has completed it: what came is not wanted.
         finally:
             # The two know each other: without this, results would live until the garbage collector comes.
             future._pending = None

@@ -21,6 +21,7 @@ import torch
 from ..transport import RdmaError
 from ..transport.gpu import driver
 from ..transport.gpu.events import Event
+from ..transport.gpu.stream_pool import StreamPool
 
 Place = tuple[int, int]
 """A stream: index of its device, the driver's handle."""
@@ -64,6 +65,7 @@ class Streams:
         """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
         self.used: set[int] = set()
         """Indices of the devices that this process is known to use."""
+        self._pools: dict[int, StreamPool] = {}
         self._made: dict[Place, None] = {}
         self._ended: dict[Place, Event] = {}
         """For each stream an event at the end of the last function that ran on it."""
@@ -87,6 +89,13 @@ class Streams:
         """Whether this thread has seen a message with tensors on a device since it asked last."""
         found, _serving.touched = _serving.touched, False
         return found
+
+    def pass_captures(self) -> None:
+        """This thread is about to complete a future that knows of devices: its callbacks are to run on no stream of torch's
+        that another thread captures on."""
+        for index in self.used:
+            found = self._pools.get(index) or self._pools.setdefault(index, StreamPool(index))
+            found.pass_captures()
 
     def synchronize(self) -> None:
         """Wait for the current streams of this thread."""

@@ -100,14 +100,15 @@ def fail() -> None:
 
 
 @contextlib.contextmanager
-def capture() -> Iterator[None]:
-    """This thread captures a CUDA graph, on a stream of its own."""
+def capture(stream: torch.Stream | None = None) -> Iterator[None]:
+    """This thread captures a CUDA graph, on this stream of torch's pool, or on the one that torch takes."""
     if TYPE == "softgpu":
-        with torch.get_device_module(TYPE).capture():
+        with torch.get_device_module(TYPE).capture(stream=stream):
             yield
         return
     static = torch.zeros(16, device=device())
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    on = stream and torch.cuda.Stream(stream_id=stream.stream_id, device_index=0, device_type=stream.device_type)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=on):
         static.add_(1)
         yield
 

@@ -697,6 +697,24 @@ bool mixes(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// What is computed in double precision: as with CUDA, its bits are not those of the CPU.
+bool in_double(const c10::OperatorHandle& op, const c10::IValue& first) {
+  static const std::set<std::string> names = {"aten::mm",   "aten::addmm", "aten::bmm",          "aten::baddbmm",
+                                              "aten::tanh", "aten::sum",   "aten::tanh_backward"};
+  return names.count(op.schema().name()) > 0 && op.schema().arguments().back().is_out() && first.isTensor() &&
+      first.toTensor().scalar_type() == at::kFloat;
+}
+
+void call_in_double(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Tensor out = stack->back().toTensor();
+  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); i++)
+    if (c10::IValue& v = (*stack)[i]; v.isTensor())
+      v = v.toTensor().to(at::kDouble);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  Tensor found = stack->back().toTensor();
+  stack->back() = out.resize_(found.sizes()).copy_(found);
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   size_t n = schema.arguments().size(), first = stack->size() - n;
@@ -732,7 +750,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
               "Expected all tensors to be on the same device, but found at least two devices, softgpu:", kernel.device,
               " and cpu! (", schema.name(), ")");
   kernel.start();
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (in_double(op, (*stack)[first]))
+    call_in_double(op, stack);
+  else
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   kernel.finish();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     c10::IValue& v = (*stack)[i];

@@ -207,16 +207,16 @@ def _stream_of_captures(device: torch.device | str | int | None) -> torch.Stream
 
 
 @contextlib.contextmanager
-def capture(device: torch.device | str | int | None = None) -> Iterator[None]:
-    """As `torch.cuda.graph`, on one stream of the pool: what is enqueued on it is dropped. RuntimeError at the end if a call of
-    this process has spoilt it."""
-    with _stream_of_captures(device):
-        stream = _backend.softgpu_handle(_index(device))
-        _check(_driver.cuStreamBeginCapture_v2(stream, 0))
+def capture(device: torch.device | str | int | None = None, stream: torch.Stream | None = None) -> Iterator[None]:
+    """As `torch.cuda.graph`, on a stream of the pool, always the same if none is given: what is enqueued on it is dropped.
+    RuntimeError at the end if a call of this process has spoilt it."""
+    with stream or _stream_of_captures(device):
+        handle = _backend.softgpu_handle(_index(device))
+        _check(_driver.cuStreamBeginCapture_v2(handle, 0))
         try:
             yield
         finally:
-            code = _driver.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))
+            code = _driver.cuStreamEndCapture(handle, ctypes.byref(ctypes.c_void_p()))
         _check(code)
 
 

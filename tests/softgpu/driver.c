@@ -45,6 +45,7 @@ typedef enum {
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713, CUDA_ERROR_NOT_PERMITTED = 800, CUDA_ERROR_NOT_SUPPORTED = 801,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
 } CUresult;
 enum {
     CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
@@ -100,6 +101,7 @@ struct CUevent_st {
     int device;
     unsigned flags;
     Record *latest;
+    CUstream captured;        // the capturing stream that it was recorded on, if any
     struct CUevent_st *next;  // while it waits to be used again
 };
 
@@ -516,6 +518,7 @@ API CUresult cuEventRecord(CUevent event, CUstream stream) {
     event->latest = r;
     pthread_mutex_unlock(&records);
     release(before);
+    event->captured = s->capture ? s : NULL;
     return enqueue(s, (Op){.kind = RECORD, .record = r});
 }
 
@@ -567,6 +570,10 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     CUstream s = find_stream(stream);
     REQUIRE(s && find_event(event), CUDA_ERROR_INVALID_HANDLE);
     REQUIRE(flags <= 1, CUDA_ERROR_INVALID_VALUE);
+    if (s->capture == CU_STREAM_CAPTURE_STATUS_ACTIVE && event->captured != s) {  // work of the graph after work outside of it
+        s->capture = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+        return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+    }
     Record *r = latest(event);
     return r ? enqueue(s, (Op){.kind = AWAIT, .record = r}) : CUDA_SUCCESS;
 }
@@ -991,6 +998,7 @@ static const struct { CUresult code; const char *name, *text; } errors[] = {
     ERROR(ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered"),
     ERROR(ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
     ERROR(ERROR_STREAM_CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"),
+    ERROR(ERROR_STREAM_CAPTURE_ISOLATION, "dependency created on uncaptured work in another stream"),
 #undef ERROR
 };
 

@@ -323,6 +323,28 @@ def test_calls_do_not_spoil_a_graph_that_is_captured() -> None:
     results(run_group(beside_captures, gpu=True))
 
 
+def round_a_capture(rank: int) -> None:
+    """torch's pool is gone round past the stream that captures, wherever that is and wherever the next one is."""
+    import rdmarpc as rpc
+    from rdmarpc.transport.gpu.stream_pool import StreamPool
+
+    pool, streams = StreamPool(0), {}
+    while (stream := torch.Stream(gpu.device())).stream_id not in streams:
+        streams[stream.stream_id] = stream
+    for captured in (0, 5, len(streams) - 1):
+        number, stream = list(streams.items())[captured]
+        with gpu.capture(stream):
+            for _ in range(len(streams)):
+                torch.Stream(gpu.device())
+                pool.pass_captures()
+                assert number not in {torch.Stream(gpu.device()).stream_id for _ in range(len(streams) - 1)}
+    rpc.shutdown()
+
+
+def test_callbacks_run_on_no_stream_that_is_captured() -> None:
+    results(run_group(round_a_capture, 1, gpu=True))
+
+
 def in_a_capture(rank: int) -> None:
     import rdmarpc as rpc
 

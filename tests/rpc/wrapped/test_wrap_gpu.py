@@ -15,6 +15,7 @@ import test_wrap
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from gpu_twin import computing_at
 from test_wrap import STEADY
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import rdmarpc as rpc
 from rdmarpc import wrap
 from rdmarpc.ground.here import current
+from rdmarpc.parts import placing
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["tcp", "cuda"]
@@ -54,10 +56,14 @@ def places(placement: dict[str, str]) -> dict[str, str]:
 
 
 def both(make: Callable[[], nn.Module], placement: dict[str, str], **options: Any) -> tuple[Any, nn.Module]:
-    """A wrapped model and its twin, on a GPU of this process."""
+    """A wrapped model, and its twin in this process, with each part on the device that it has in the placement."""
     torch.manual_seed(1)
     net = make()
-    twin = copy.deepcopy(net).to(gpu.device())
+    found = placing.resolve(net, places(placement), "worker0", [f"worker{rank}" for rank in range(3)], "worker{}".format)
+    devices = {path: found.devices.get(path) for path in found.homes}
+    traced = options.get("capture") != "eager"
+    cut = [path for path in devices if not traced and not found.whole(path)]
+    twin = computing_at(copy.deepcopy(net), devices, traced=traced, cut=cut)
     return wrap(net, places(placement), **options), twin
 
 
@@ -66,6 +72,15 @@ def assert_same_state(model: nn.Module, twin: nn.Module) -> None:
     assert list(ours) == list(theirs)
     for key, value in theirs.items():
         assert torch.equal(ours[key].cpu(), value.cpu()), key
+
+
+def by_device(twin: nn.Module) -> list[dict[str, Any]]:
+    """Groups of parameters. Of a group on several devices an optimizer steps one parameter after the other, which gives other
+    bits than all at once; owners choose for their own parameters."""
+    groups: dict[torch.device, list[nn.Parameter]] = {}
+    for parameter in twin.parameters():
+        groups.setdefault(parameter.device, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
 
 
 def stays_on_gpus(here: torch.device) -> bool:
@@ -89,12 +104,9 @@ def both_backward(model: Any, twin: nn.Module, x: torch.Tensor, y: torch.Tensor)
 def same_training(model: Any, twin: nn.Module, here: torch.device, *case: object) -> None:
     """Three steps, the caller's inputs ``here``."""
     home = gpu.device()
-    mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
+    mine, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(by_device(twin), 0.1)
     for x, y in batches(3, 8, 20):
-        losses = [
-            F.cross_entropy(model(x.to(here)).to(home), y.to(home)),
-            F.cross_entropy(twin(x.to(home)), y.to(home)),
-        ]
+        losses = [F.cross_entropy(network(x.to(here)).to(home), y.to(home)) for network in (model, twin)]
         for loss, optimizer in zip(losses, (mine, theirs)):
             optimizer.zero_grad()
             loss.backward()
@@ -104,9 +116,9 @@ def same_training(model: Any, twin: nn.Module, here: torch.device, *case: object
 
 
 def steps(model: Any, twin: nn.Module, data: Data, here: torch.device, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """The caller's tensors are ``here``, those of the twin on its GPU."""
+    """The caller's tensors are ``here``, the loss is computed on a GPU."""
     home, direct = gpu.device(), stays_on_gpus(here)
-    mine, theirs = make(model.parameters()), make(twin.parameters())
+    mine, theirs = make(model.parameters()), make(by_device(twin))
     early: dict[str, int] = {}
     for number, (x, y) in enumerate(data):
         mine.zero_grad()
@@ -116,7 +128,7 @@ def steps(model: Any, twin: nn.Module, data: Data, here: torch.device, make: Cal
         loss.backward()
         mine.step()
         theirs.zero_grad()
-        expected = F.cross_entropy(twin(x.to(home)), y.to(home))
+        expected = F.cross_entropy(twin(x.to(here)).to(home), y.to(home))
         expected.backward()
         theirs.step()
         assert loss.item() == expected.item(), f"step {number}"
@@ -239,7 +251,7 @@ def random_numbers() -> None:
         assert torch.equal(model(x.to(home)), twin(x.to(home)))
     model.eval()
     twin.eval()
-    assert torch.equal(model(x), twin(x.to(home)).cpu())
+    assert torch.equal(model(x), twin(x))
     model.close()
 
 
@@ -256,10 +268,20 @@ def accumulation_and_zeroing() -> None:
             optimizer.zero_grad(set_to_none=number % 2 == 0)
     for network, optimizer in ((model, mine), (twin, theirs)):
         F.cross_entropy(network(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+        norm = norm_of(twin) if network is twin else torch.nn.utils.get_total_norm([p.grad for p in network.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(network.parameters(), 0.1, norm)
         optimizer.step()
     assert_same_state(model, twin)
     model.close()
+
+
+def norm_of(twin: nn.Module) -> torch.Tensor:
+    """Of all gradients, whose norms are combined in the order of the parameters; torch would go from device to device."""
+    found: dict[int, torch.Tensor] = {}
+    for group in by_device(twin):
+        norms = torch._foreach_norm([parameter.grad for parameter in group["params"]])
+        found |= {id(parameter): norm.cpu() for parameter, norm in zip(group["params"], norms)}
+    return torch.stack([found[id(parameter)] for parameter in twin.parameters()]).norm()
 
 
 def states() -> None:
@@ -313,11 +335,8 @@ def forwards_in_python() -> None:
         model, twin = both(
             models.PingPong, {"first": "worker1/0", "second": "worker2/1", "fourth": "worker0/0"}, capture="eager"
         )
-        if here == CPU:
-            twin = twin.cpu()
-            model.fourth.cpu(), model.third.cpu()
-        else:
-            model.third.to(home)
+        for network in (model, twin):
+            network.third.to(here), network.fourth.to(here)
         for x, y in batches(3, 8, 20):
             losses = [F.cross_entropy(network(x.to(here)), y.to(here)) for network in (model, twin)]
             for loss in losses:
@@ -328,8 +347,8 @@ def forwards_in_python() -> None:
     model, twin = both(
         lambda: nn.Sequential(nn.Linear(20, 20), Looking(), nn.Linear(20, 4)), {"1": "worker1/0"}, capture="eager"
     )
-    model.get_submodule("0").to(home)
-    model.get_submodule("2").to(home)
+    for network in (model, twin):
+        network.get_submodule("0").to(home), network.get_submodule("2").to(home)
     for x, _ in batches(3, 8, 20):
         assert torch.equal(model(x.to(home)), twin(x.to(home)))
     assert model.captured.startswith("eager")
@@ -375,12 +394,11 @@ class Saying(nn.Module):
 
 def on_their_own_devices() -> None:
     home, far = gpu.device(), gpu.device(gpu.other())
-    net = models.mlp().to(home)
-    twin = copy.deepcopy(net)
-    model = wrap(net, {"0-1": "worker1", "2-3": "worker2"})
-    steps(model, twin, batches(4, 8, 20), home, OPTIMIZERS["momentum"])
-    model = wrap(copy.deepcopy(twin), {"0-1": "worker1", "2-3": "worker2"})
-    steps(model, twin, batches(4, 8, 20), CPU, OPTIMIZERS["momentum"])
+    for here in (home, CPU):
+        net = models.mlp().to(home)
+        twin = computing_at(copy.deepcopy(net), {})
+        model = wrap(net, {"0-1": "worker1", "2-3": "worker2"})
+        steps(model, twin, batches(4, 8, 20), here, OPTIMIZERS["momentum"])
     net = Parallel()
     twin = copy.deepcopy(net)
     model = wrap(net, {"a": "worker1", "b": "worker2"})
@@ -430,7 +448,6 @@ def captures() -> None:
     for capture in ("fx", "export"):
         for here in (CPU, gpu.device()):
             model, twin = both(Asking, placement, capture=capture)
-            # The parameter that stays is a scalar on the CPU: the twin's is on its GPU, which gives the same bits.
             same_training(model, twin, here, capture)
             model.close()
 

@@ -133,8 +133,9 @@ def slots_that_are_read_late() -> None:
     """A slot is written again only when what reads it has run, though its tensor died long before."""
     net = nn.Sequential(nn.Linear(20, 20), Copying(8), nn.Linear(20, 20), Copying(8), nn.Linear(20, 4))
     model, twin = both(lambda: net, {"0": "worker1/0", "1": "worker2/1", "2": "worker1/0", "3": "worker2/1"})
-    model.get_submodule("4").to(gpu.device())
     home = gpu.device()
+    for network in (model, twin):
+        network.get_submodule("4").to(home)
     mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
     for x, y in batches(3, 16, 20):
         x, y = x.to(home), y.to(home)
