@@ -5,12 +5,11 @@
     python -m experiments.cuda sizes='[40000,4000000]'      # on a GPU with less than 12 GB
 
 *recipe* is PyTorch's tutorial on direct communication between devices with CUDA RPC, *grid* the measurement that its authors
-published with the design (10 calls at once, identity and 200 operations), *small* one call at a time. One GPU is enough, and
-both workers use it then; two are used where there are two. Each library has new processes in each of its turns. Where one
-fails, or is not there, its part is reported with the reason.
+published with the design (10 calls at once, identity and 200 operations), *small* one call at a time, *step* a training step
+of a wrapped model beside one process. One GPU is enough, and both workers use it then; two are used where there are two. Each
+library has new processes in each of its turns. Where one fails, or is not there, its part is reported with the reason.
 
-The run's folder receives cuda.json: all samples, the machine, and the targets. Nothing has been measured on a GPU yet; what is
-will be kept under docs/results.
+The run's folder receives cuda.json: all samples, the machine, and the targets.
 """
 
 import os
@@ -55,6 +54,8 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit(f"error: {wrong[0]['part']} of {wrong[0]['what']} failed: {wrong[0]['reason']}")
     if wrong := [row for row in result["gradients"] if row["what"] == "rdmarpc" and not row["apart"] <= GRADIENTS_WITHIN]:
         raise SystemExit(f"error: gradients differ from those of one process: {wrong}")
+    if wrong := [row for row in result["step"] if row["apart"]]:
+        raise SystemExit(f"error: losses of the wrapped model are not those of one process: {wrong}")
 
 
 class Found:
@@ -91,6 +92,8 @@ def run(job: dict[str, Any], folder: Path) -> Found:
             for part in ("grid", "small"):
                 if job[part]:
                     turn(part, library, 2, job, folder, found)
+        if job["step"]:
+            turn("step", "rdmarpc", 2, job, folder, found)
         for order in ORDERS if job["recipe"] else ():
             for library in LIBRARIES:
                 turn("recipe", library, 2, job | {"order": order}, folder, found)
@@ -134,9 +137,11 @@ def machine() -> dict[str, Any]:
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
     job = apps.plain(cfg)
-    if not (job["recipe"] or job["grid"] or job["small"]):
-        raise SystemExit("error: recipe=false grid=false small=false leaves nothing to measure")
-    apps.at_least_one(job, "rounds", "linear", "iterations", "calls", "batches", "small_times", "threads")
+    if not (job["recipe"] or job["grid"] or job["small"] or job["step"]):
+        raise SystemExit("error: recipe=false grid=false small=false step=false leaves nothing to measure")
+    apps.at_least_one(job, "rounds", "linear", "iterations", "calls", "batches", "small_times", "steps", "threads")
+    if job["layers"] < 2:
+        raise SystemExit(f"error: layers={job['layers']}: each of the two workers has one at least")
     for name in ("sizes", "small_sizes"):
         if not job[name] or any(size < 4 or size % 4 for size in job[name]):
             raise SystemExit(f"error: {name}={job[name]} must be numbers of bytes of float32 tensors")

@@ -15,11 +15,11 @@ NONE = "-"
 
 
 def summary(records: list[dict[str, Any]], failed: dict[tuple[str, str], str], job: dict[str, Any]) -> dict[str, Any]:
-    """{"recipe", "grid", "small": rows, each a median over the rounds, in milliseconds (small: microseconds); "gradients": how
-    far off at most; "bytes": how tensors of `grid` went; "targets"; "failed": what could not be measured, and why; "records":
+    """{"recipe", "grid", "small", "step": rows, each a median over the rounds, in milliseconds (small: microseconds);
+    "gradients": how far off at most; "bytes": how tensors of `grid` went; "targets"; "failed": what could not be measured, and why; "records":
     all samples}. None stands for what was not measured."""
     median = {(record["case"], record["size"], record["what"]): record["median"] for record in records}
-    worst = {(record["case"], record["what"]): max(record["samples"]) for record in records}
+    worst = {(record["case"], record["size"], record["what"]): max(record["samples"]) for record in records}
     result: dict[str, Any] = {
         "recipe": [recipe_row(first, state, median) for state in ("cold", "warm") for first in ("cpu", "cuda")]
         if job["recipe"]
@@ -28,9 +28,10 @@ def summary(records: list[dict[str, Any]], failed: dict[tuple[str, str], str], j
         if job["grid"]
         else [],
         "small": [small_row(size, median) for size in job["small_sizes"]] if job["small"] else [],
+        "step": [step_row(width, median, worst) for width in job["widths"]] if job["step"] else [],
         "gradients": [
             {"mode": case.removeprefix("gradients_"), "what": what, "apart": value}
-            for (case, what), value in worst.items()
+            for (case, _, what), value in worst.items()
             if case.startswith("gradients_")
         ],
         "bytes": {case: median.get((case, 0, "rdmarpc")) for case in ("gpu_bytes_direct", "bytes_staged")},
@@ -76,6 +77,12 @@ def small_row(size: int, median: dict[Any, float]) -> dict[str, Any]:
     return {"bytes": size, "rdmarpc_us": ours, "torch_rpc_us": theirs, "of_torch_rpc": over(ours, theirs)}
 
 
+def step_row(width: int, median: dict[Any, float], worst: dict[Any, float]) -> dict[str, Any]:
+    ours, alone = (median.get((f"step_{what}", width, "rdmarpc")) for what in ("wrapped", "alone"))
+    apart = worst.get(("step_apart", width, "rdmarpc"))
+    return {"width": width, "wrapped_ms": ours, "alone_ms": alone, "times_alone": over(ours, alone), "apart": apart}
+
+
 def targets(job: dict[str, Any], samples: dict[Key, list[float]]) -> list[Target]:
     """What was asked of the parts that were to run."""
     asked, found = job["targets"], []
@@ -113,7 +120,8 @@ def print_tables(result: dict[str, Any]) -> None:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Of the parts that were measured."""
-    found = recipe_table(result["recipe"]), grid_table(result["grid"]), small_table(result["small"])
+    rows = ((recipe_table, "recipe"), (grid_table, "grid"), (small_table, "small"), (step_table, "step"))
+    found = [table(result[part]) for table, part in rows]
     return [table for table in found if table.row_count]
 
 
@@ -156,6 +164,16 @@ def small_table(rows: list[dict[str, Any]]) -> Table:
     )
     for row in rows:
         table.add_row(size_text(row["bytes"]), *(number(row[name]) for name in ("rdmarpc_us", "torch_rpc_us", "of_torch_rpc")))
+    return table
+
+
+def step_table(rows: list[dict[str, Any]]) -> Table:
+    """One line for each width."""
+    title = "a training step, half of the layers at each worker, ms, lower is better: medians of the rounds"
+    table = table_of(title, "width", "wrapped", "one process", "×", "losses apart")
+    for row in rows:
+        values = (number(row[name]) for name in ("wrapped_ms", "alone_ms", "times_alone", "apart"))
+        table.add_row(str(row["width"]), *values)
     return table
 
 

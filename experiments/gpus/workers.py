@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..harness.measure import identity, per_iteration
 from ..harness.processes import Launcher
+from .wrapped import wrapped
 
 LIBRARIES = {
     "rdmarpc": ("rdmarpc", "rdmarpc.autograd"),
@@ -303,8 +304,13 @@ def call_and_wait(library: Library, x: Tensor) -> None:
     torch.accelerator.current_stream(x.device).synchronize()
 
 
+def step(library: Library, job: dict[str, Any]) -> list[Figure]:
+    """See ``wrapped``."""
+    return wrapped(library.rpc, *devices(job["device"]), job)
+
+
 PROGRAMS: dict[str, Callable[[int, dict[str, Any], Launcher], None]] = {
     "machine": machine,
     "copies": copies,
-    **{drive.__name__: partial(joined, drive) for drive in (recipe, grid, small)},
+    **{drive.__name__: partial(joined, drive) for drive in (recipe, grid, small, step)},
 }

@@ -22,6 +22,7 @@ from rdmarpc.experiments.harness.processes import WorkerFailed
 from rdmarpc.experiments.harness.targets import verdict
 
 SMALL = ["rounds=1", "linear=20", "iterations=2", "batches=1", "sizes=[4000,40000]", "small_sizes=[4]", "small_times=5"]
+SMALL += ["layers=2", "widths=[20]", "steps=2"]
 ONLY_SOFTWARE = pytest.mark.skipif(gpu.TYPE == "cuda", reason="this host has CUDA")
 
 
@@ -51,6 +52,8 @@ def test_it_measures_every_part(tmp_path: Path) -> None:
         assert row["rdmarpc_total_ms"] >= row["rdmarpc_delay_ms"] > 0
         assert (row["copies_ms"] is not None) == (row["function"] == "identity") == (row["rdmarpc_times_copies"] is not None)
     assert found["small"][0]["rdmarpc_us"] > 0
+    for row in found["step"]:
+        assert row["wrapped_ms"] > 0 and row["alone_ms"] > 0 and row["apart"] == 0
     assert found["bytes"]["gpu_bytes_direct"] > 0 and found["bytes"]["bytes_staged"] == 0
     ours = {row["mode"]: row["apart"] for row in found["gradients"] if row["what"] == "rdmarpc"}
     assert set(ours) == {"cpu", "cuda"} and max(ours.values()) <= cuda.GRADIENTS_WITHIN
@@ -103,7 +106,8 @@ def test_targets_are_met_or_missed_or_not_measured(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["recipe=false", "grid=false", "small=false"], "nothing to measure"),
+        (["recipe=false", "grid=false", "small=false", "step=false"], "nothing to measure"),
+        (["layers=1"], "layers=1"),
         (["rounds=0"], "rounds=0"),
         (["sizes=[6]"], r"sizes=\[6\]"),
         (["calls=200"], "calls=200"),
@@ -141,6 +145,7 @@ def test_who_fails_has_no_further_turn(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("grid", "torch_rpc"): 1,
         ("small", "rdmarpc"): 1,
         ("small", "torch_rpc"): 3,
+        ("step", "rdmarpc"): 3,
         ("recipe", "rdmarpc"): 6,
         ("recipe", "torch_rpc"): 6,
     }
