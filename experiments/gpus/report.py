@@ -16,8 +16,8 @@ NONE = "-"
 
 def summary(records: list[dict[str, Any]], failed: dict[tuple[str, str], str], job: dict[str, Any]) -> dict[str, Any]:
     """{"recipe", "grid", "small", "step": rows, each a median over the rounds, in milliseconds (small: microseconds);
-    "gradients": how far off at most; "bytes": how tensors of `grid` went; "targets"; "failed": what could not be measured, and why; "records":
-    all samples}. None stands for what was not measured."""
+    "gradients": how far off at most; "bytes": how tensors of `grid` went; "targets"; "failed": what could not be measured, and
+    why; "records": all samples}. None stands for what was not measured."""
     median = {(record["case"], record["size"], record["what"]): record["median"] for record in records}
     worst = {(record["case"], record["size"], record["what"]): max(record["samples"]) for record in records}
     result: dict[str, Any] = {

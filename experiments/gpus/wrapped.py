@@ -1,5 +1,5 @@
-"""The part ``step`` of the benchmark of CUDA tensors: a training step of a wrapped model, half of it at the other worker, beside
-the same step of one process. Both in the same process, by turns, and their losses are compared.
+"""The part ``step`` of the benchmark of CUDA tensors: a training step of a wrapped model, half of it at the other worker, and
+the same step of one process. Both are taken by turns in one process, and their losses are compared.
 """
 
 import copy
