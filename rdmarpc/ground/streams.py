@@ -171,6 +171,7 @@ class Streams:
                 stream = cuda.new_stream()
         if not own.streams:
             cuda.relax()
+        cuda.stay(index)
         own.streams[index] = stream
         with driver.same_device():
             torch.accelerator.set_stream(driver.as_torch(index, stream))

@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_char_p, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(_CONTEXT), c_int),
+    "cuCtxSetCurrent": (_CONTEXT,),
     "cuCtxPushCurrent_v2": (_CONTEXT,),
     "cuCtxPopCurrent_v2": (POINTER(_CONTEXT),),
     "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
@@ -187,6 +188,12 @@ class Driver:
         """Inside the block the primary context of a device is current in this thread, and the thread is ``relaxed``. Raises
         ``RdmaError`` if the GPU has failed."""
         return _On(self, self.context(index))
+
+    def stay(self, index: int) -> None:
+        """Make the primary context of a device current in this thread for good, if that is its device: libraries that look for
+        a context (cuBLAS) warn where ``on`` has left none."""
+        if index == torch.accelerator.current_device_index():
+            self.call("cuCtxSetCurrent", self.context(index))
 
     def relax(self) -> None:
         """Make this thread ``relaxed`` for as long as it lives."""
