@@ -16,13 +16,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...transport import NotSupported
+from ...transport.gpu.driver import on_streams
 from ..edges.slot import Inlet
 from ..edges.station import Fittings
 from ..outlets.outlet import Outlet
 from ..plan.analyze import TransferGraph
 from ..plan.place import ACTIVATION, GRADIENT
 from ..plan.program import Segment
-from ..trace.devices import on_streams
 from ..work.flow import Flow, levels, sinks
 
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...transport import RdmaError, Region, RegistrationError
+from ...transport.gpu.driver import on_streams
 from ..plan.place import Edge
-from ..trace.devices import find, on_streams
+from ..trace.devices import find
 from ..wire.layout import strides
 from .lent import lend
 from .slot import Inlet, Slot

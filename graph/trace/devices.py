@@ -7,14 +7,14 @@ value. A device that is another worker's is never touched here, only named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from ...transport import NotSupported
-from ...transport.gpu.driver import count, kind, same_device
+from ...transport.gpu.driver import count, kind
 
 CPU = torch.device("cpu")
 
@@ -40,24 +40,6 @@ def forked_generators(gpu: torch.device | None) -> AbstractContextManager[None]:
     if gpu is None:
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[gpu.index], device_type=gpu.type)
-
-
-@contextmanager
-def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
-    """With these as the current streams of their devices, in this thread."""
-    others = [(stream, now) for stream in streams if (now := torch.accelerator.current_stream(stream.device)) != stream]
-    if not others:
-        yield
-        return
-    try:
-        with same_device():
-            for stream, _ in others:
-                torch.accelerator.set_stream(stream)
-        yield
-    finally:
-        with same_device():
-            for _, now in others:
-                torch.accelerator.set_stream(now)
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks
 from ..transport import PeerLost, RdmaError, TransferTimeout, timeouts
+from ..transport.gpu.driver import count, kind
 from . import calls, sparse
+from .ends import Ends
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
+from .staging import Staging
 from .sums import sum_of
-from .tensors import check, check_apart, check_own, check_places, literal, plain, source, split, target, unwrapped, writing
+from .tensors import check, check_apart, check_own, plain, split, unwrapped, writing
 
-Back = list[Callable[[], object]]
 Tensors = Sequence[torch.Tensor]
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
@@ -75,20 +78,28 @@ class Collectives(_Group):
         self.engine = Engine(self.members, limit)
         self.pairs = Pairs(self.members, limit)
         self.queue = Queue(f"rdmarpc-group-{rank}")
+        domain = self.members.domain
+        self.staging = Staging(domain.device if domain is not None else None)
         self._collected = _Collected()
         self._group_name = self._group_desc = ""
         _groups.add(self)
 
-    def _submit(self, what: str, run: calls.Run, outputs: Tensors, options: Any, back: Back | None = None) -> Work:
+    def _ends(self) -> Ends:
+        return Ends(self.staging)
+
+    def _submit(self, what: str, run: calls.Run, outputs: Tensors, options: Any, ends: Ends | None = None) -> Work:
         """Have a call run. It fails the group if it raises."""
-        engine, event = self.engine, _event(what)
+        engine, event, limit = self.engine, _event(what), _limit(options) or self.engine.timeout
 
         def whole() -> None:
             try:
                 with event, writing(outputs):
+                    if ends is None:
+                        run(engine)
+                        return
+                    ends.begin(limit)
                     run(engine)
-                    for each in back or ():
-                        each()
+                    ends.end(limit)
             except BaseException as error:
                 engine.fail(error)
                 raise
@@ -108,14 +119,14 @@ class Collectives(_Group):
         if not 0 <= rank < self.members_count:
             raise ValueError(f"{what} with rank {rank}, and the group has {self.members_count} ranks")
 
-    def _submit_all(self, what: str, made: Sequence[tuple[calls.Run, Back]], outputs: Tensors, options: Any) -> Work:
+    def _submit_all(self, what: str, runs: Sequence[calls.Run], outputs: Tensors, options: Any, ends: Ends) -> Work:
         """Several as one call."""
 
         def run(engine: Engine) -> None:
-            for each, _ in made:
+            for each in runs:
                 each(engine)
 
-        return self._submit(what, run, outputs, options, [each for _, back in made for each in back])
+        return self._submit(what, run, outputs, options, ends)
 
     # -- all to all
 
@@ -126,31 +137,30 @@ class Collectives(_Group):
         if plain(tensor):
             run = calls.all_reduce(tensor, sum_of(operation, tensor.dtype), _limit(opts))
             return _at_once(self, "all_reduce", run, [tensor], opts)
-        if tensor.layout is torch.sparse_coo:
+        if tensor.layout is torch.sparse_coo and tensor.is_cpu:
             return self._submit("all_reduce", sparse.all_reduce(tensor, operation, _limit(opts)), [tensor], opts)
-        run, back = self._summed(tensor, operation, _limit(opts))
-        return self._submit("all_reduce", run, [tensor], opts, back)
+        ends = self._ends()
+        return self._submit("all_reduce", self._summed(ends, tensor, operation, _limit(opts)), [tensor], opts, ends)
 
-    def _summed(self, tensor: torch.Tensor, operation: Any, limit: float) -> tuple[calls.Run, Back]:
+    def _summed(self, ends: Ends, tensor: torch.Tensor, operation: Any, limit: float) -> calls.Run:
         check([tensor], "all_reduce")
-        back: Back = []
         how = sum_of(operation, tensor.dtype)
-        return calls.all_reduce(target(tensor, back, read=True), how, limit), back
+        return calls.all_reduce(ends.target(tensor, read=True), how, limit)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        check_apart([tensor for tensor in tensors if literal(tensor)], "all_reduce_coalesced")
-        made = [self._summed(tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
-        return self._submit_all("all_reduce", made, tensors, opts)
+        check_apart(tensors, "all_reduce_coalesced")
+        ends = self._ends()
+        runs = [self._summed(ends, tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
+        return self._submit_all("all_reduce", runs, tensors, opts, ends)
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(tensors), dist.ReduceOptions() if opts is None else opts
         self._check_rank(opts.rootRank, "reduce")
         check([tensor], "reduce")
-        back: Back = []
-        how = sum_of(opts.reduceOp, tensor.dtype)
-        data = target(tensor, back, read=True) if self.me == opts.rootRank else source(tensor)
-        return self._submit("reduce", calls.reduce(data, how, opts.rootRank, _limit(opts)), [tensor], opts, back)
+        ends, how = self._ends(), sum_of(opts.reduceOp, tensor.dtype)
+        data = ends.target(tensor, read=True) if self.me == opts.rootRank else ends.source(tensor)
+        return self._submit("reduce", calls.reduce(data, how, opts.rootRank, _limit(opts)), [tensor], opts, ends)
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(tensors), dist.BroadcastOptions() if opts is None else opts
@@ -158,9 +168,9 @@ class Collectives(_Group):
         if plain(tensor):
             return _at_once(self, "broadcast", calls.broadcast(tensor, opts.rootRank, _limit(opts)), [tensor], opts)
         check([tensor], "broadcast")
-        back: Back = []
-        data = source(tensor) if self.me == opts.rootRank else target(tensor, back)
-        return self._submit("broadcast", calls.broadcast(data, opts.rootRank, _limit(opts)), [tensor], opts, back)
+        ends = self._ends()
+        data = ends.source(tensor) if self.me == opts.rootRank else ends.target(tensor)
+        return self._submit("broadcast", calls.broadcast(data, opts.rootRank, _limit(opts)), [tensor], opts, ends)
 
     def barrier(self, opts: Any = None) -> Work:
         opts = dist.BarrierOptions() if opts is None else opts
@@ -172,45 +182,43 @@ class Collectives(_Group):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         outputs = output_tensors[0] if isinstance(output_tensors[0], (list, tuple)) else output_tensors
         tensor, opts = _one(input_tensors), c10d.AllgatherOptions() if opts is None else opts
-        run, back = self._gathered(outputs, tensor, _limit(opts))
-        return self._submit("all_gather", run, outputs, opts, back)
+        ends = self._ends()
+        return self._submit("all_gather", self._gathered(ends, outputs, tensor, _limit(opts)), outputs, opts, ends)
 
-    def _gathered(self, outputs: Tensors, tensor: torch.Tensor, limit: float) -> tuple[calls.Run, Back]:
+    def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, limit: float) -> calls.Run:
         check([tensor, *outputs], "all_gather")
         if len(outputs) != self.members_count:
             raise ValueError(f"all_gather needs a tensor for each of {self.members_count} ranks, got {len(outputs)}")
-        back: Back = []
-        places, data = [target(each, back) for each in outputs], source(tensor)
-        check_own(places[self.me], data, "all_gather")
-        check_apart(places, "all_gather")
-        return calls.all_to_all("all_gather", places, [data] * self.members_count, tensor.dtype, timeout=limit), back
+        check_own(outputs[self.me], tensor, "all_gather")
+        check_apart(outputs, "all_gather")
+        places, data = [ends.target(each) for each in outputs], ends.source(tensor)
+        return calls.all_to_all("all_gather", places, [data] * self.members_count, tensor.dtype, timeout=limit)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
         output, input = _one(output), _one(input)
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
             return _at_once(self, "all_gather", calls.even("all_gather", output, input, _limit(opts)), [output], opts)
-        run, back = self._gathered_into(output, input, _limit(opts))
-        return self._submit("all_gather", run, [output], opts, back)
+        ends = self._ends()
+        return self._submit("all_gather", self._gathered_into(ends, output, input, _limit(opts)), [output], opts, ends)
 
     _allgather_base = all_gather_single
 
-    def _gathered_into(self, output: torch.Tensor, tensor: torch.Tensor, limit: float) -> tuple[calls.Run, Back]:
+    def _gathered_into(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, limit: float) -> calls.Run:
         check([tensor, output], "all_gather")
         if output.numel() != tensor.numel() * self.members_count:
             raise ValueError(
                 f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
             )
-        back: Back = []
-        places = (
-            list(target(output, back).chunk(self.members_count)) if output.numel() else [output.view(-1)] * self.members_count
-        )
-        return calls.all_to_all("all_gather", places, [source(tensor)] * self.members_count, tensor.dtype, timeout=limit), back
+        flat = ends.target(output)
+        places = list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count
+        return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count, tensor.dtype, timeout=limit)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
-        made = [self._gathered_into(output, tensor, _limit(opts)) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._submit_all("all_gather", made, outputs, opts)
+        ends, limit = self._ends(), _limit(opts)
+        runs = [self._gathered_into(ends, output, tensor, limit) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._submit_all("all_gather", runs, outputs, opts, ends)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -219,23 +227,23 @@ class Collectives(_Group):
         opts = c10d.AllgatherOptions() if opts is None else opts
         if len(output_lists) != self.members_count or any(len(each) != len(inputs) for each in output_lists):
             raise ValueError("all_gather_coalesced needs a list of as many tensors as there are inputs for each rank")
-        made = [self._gathered([each[at] for each in output_lists], tensor, _limit(opts)) for at, tensor in enumerate(inputs)]
-        outputs = [tensor for each in output_lists for tensor in each]
-        return self._submit_all("all_gather", made, outputs, opts)
+        ends, lists = self._ends(), zip(*output_lists)
+        runs = [self._gathered(ends, outputs, tensor, _limit(opts)) for outputs, tensor in zip(lists, inputs)]
+        return self._submit_all("all_gather", runs, [tensor for each in output_lists for tensor in each], opts, ends)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(input_tensors), dist.GatherOptions() if opts is None else opts
-        root, back = opts.rootRank, list[Any]()
+        root, ends = opts.rootRank, self._ends()
         outputs = self._at_root(output_tensors, root, "gather")
         check([tensor, *outputs], "gather")
-        places, data = [target(each, back) for each in outputs], source(tensor)
-        if places:
-            check_own(places[self.me], data, "gather")
-            check_apart(places, "gather")
+        if outputs:
+            check_own(outputs[self.me], tensor, "gather")
+            check_apart(outputs, "gather")
+        places, data = [ends.target(each) for each in outputs], ends.source(tensor)
         run = calls.all_to_all(
             "gather", places, [data] * self.members_count, tensor.dtype, root, _limit(opts), sends=self.me != root
         )
-        return self._submit("gather", run, outputs, opts, back)
+        return self._submit("gather", run, outputs, opts, ends)
 
     def _at_root(self, given: Any, root: int, what: str) -> Tensors:
         """The tensors that only the root of a call gives, one for each rank."""
@@ -249,12 +257,12 @@ class Collectives(_Group):
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(output_tensors), dist.ScatterOptions() if opts is None else opts
-        root, back = opts.rootRank, list[Any]()
+        root, ends = opts.rootRank, self._ends()
         inputs = self._at_root(input_tensors, root, "scatter")
         check([tensor, *inputs], "scatter")
-        place, parts = target(tensor, back), [source(each) for each in inputs]
-        if parts:
-            check_own(place, parts[self.me], "scatter")
+        if inputs:
+            check_own(tensor, inputs[self.me], "scatter")
+        place, parts = ends.target(tensor), [ends.source(each) for each in inputs]
         run = calls.all_to_all(
             "scatter",
             [place] * self.members_count,
@@ -264,35 +272,33 @@ class Collectives(_Group):
             _limit(opts),
             receives=self.me != root,
         )
-        return self._submit("scatter", run, [tensor], opts, back)
+        return self._submit("scatter", run, [tensor], opts, ends)
 
     # -- scatter
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         output, opts = _one(output_tensors), dist.ReduceScatterOptions() if opts is None else opts
         inputs = input_tensors[0] if isinstance(input_tensors[0], (list, tuple)) else input_tensors
-        run, back = self._scattered(output, inputs, opts)
-        return self._submit("reduce_scatter", run, [output], opts, back)
+        ends = self._ends()
+        return self._submit("reduce_scatter", self._scattered(ends, output, inputs, opts), [output], opts, ends)
 
-    def _scattered(self, output: torch.Tensor, inputs: Tensors, opts: Any) -> tuple[calls.Run, Back]:
+    def _scattered(self, ends: Ends, output: torch.Tensor, inputs: Tensors, opts: Any) -> calls.Run:
         check([output, *inputs], "reduce_scatter")
         if len(inputs) != self.members_count:
             raise ValueError(f"reduce_scatter needs a tensor for each of {self.members_count} ranks, got {len(inputs)}")
         check_own(output, inputs[self.me], "reduce_scatter")
-        back: Back = []
         how = sum_of(opts.reduceOp, output.dtype)
-        return calls.reduce_scatter(target(output, back), [source(each) for each in inputs], how, _limit(opts)), back
+        return calls.reduce_scatter(ends.target(output), [ends.source(each) for each in inputs], how, _limit(opts))
 
-    def _scattered_from(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> tuple[calls.Run, Back]:
+    def _scattered_from(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([output, tensor], "reduce_scatter")
         if tensor.numel() != output.numel() * self.members_count:
             raise ValueError(
                 f"reduce_scatter of {tensor.numel()} elements into {self.members_count} times a tensor of {output.numel()}"
             )
-        flat = source(tensor)
-        return self._scattered(
-            output, list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count, opts
-        )
+        flat, how = ends.source(tensor), sum_of(opts.reduceOp, output.dtype)
+        parts = list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count
+        return calls.reduce_scatter(ends.target(output), parts, how, _limit(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -302,15 +308,16 @@ class Collectives(_Group):
             if how.code >= 0:
                 run = calls.scatter_sum(output, input, how, _limit(opts))
                 return _at_once(self, "reduce_scatter", run, [output], opts)
-        run, back = self._scattered_from(output, input, opts)
-        return self._submit("reduce_scatter", run, [output], opts, back)
+        ends = self._ends()
+        return self._submit("reduce_scatter", self._scattered_from(ends, output, input, opts), [output], opts, ends)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        made = [self._scattered_from(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._submit_all("reduce_scatter", made, outputs, opts)
+        ends = self._ends()
+        runs = [self._scattered_from(ends, output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._submit_all("reduce_scatter", runs, outputs, opts, ends)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -348,12 +355,12 @@ class Pairwise(Collectives):
         if even and plain(output, input) and output.shape == input.shape:
             return _at_once(self, "all_to_all", calls.even("all_to_all", output, input, _limit(opts)), [output], opts)
         check([output, input], "all_to_all")
-        back: Back = []
-        places = split(target(output, back).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
-        parts = split(source(input).view(input.shape), input_split_sizes, self.members_count, "all_to_all")
+        ends = self._ends()
+        places = split(ends.target(output).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
+        parts = split(ends.source(input).view(input.shape), input_split_sizes, self.members_count, "all_to_all")
         check_own(places[self.me], parts[self.me], "all_to_all")
         run = calls.all_to_all("all_to_all", places, parts, input.dtype, timeout=_limit(opts))
-        return self._submit("all_to_all", run, [output], opts, back)
+        return self._submit("all_to_all", run, [output], opts, ends)
 
     alltoall_base = all_to_all_single
 
@@ -362,12 +369,12 @@ class Pairwise(Collectives):
         check([*output_tensors, *input_tensors], "all_to_all")
         if len(output_tensors) != self.members_count or len(input_tensors) != self.members_count:
             raise ValueError(f"all_to_all needs a tensor for each of {self.members_count} ranks, both ways")
-        back: Back = []
-        places, parts = [target(each, back) for each in output_tensors], [source(each) for each in input_tensors]
-        check_own(places[self.me], parts[self.me], "all_to_all")
-        check_apart(places, "all_to_all")
+        check_own(output_tensors[self.me], input_tensors[self.me], "all_to_all")
+        check_apart(output_tensors, "all_to_all")
+        ends = self._ends()
+        places, parts = [ends.target(each) for each in output_tensors], [ends.source(each) for each in input_tensors]
         run = calls.all_to_all("all_to_all", places, parts, input_tensors[0].dtype, timeout=_limit(opts))
-        return self._submit("all_to_all", run, output_tensors, opts, back)
+        return self._submit("all_to_all", run, output_tensors, opts, ends)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As ``barrier``; ``TransferTimeout`` names all ranks that did not come within ``timeout``, in the words of torch."""
@@ -399,7 +406,10 @@ class Pairwise(Collectives):
             return self._keep(self.pairs.send(tensor, dst, tag, [tensor]))
         check([tensor], "send")
         with _event("send"):
-            return self._keep(self.pairs.send(source(tensor), dst, tag, [tensor]))
+            ends = self._ends()
+            data = ends.source(tensor)
+            ends.begin(self.pairs.timeout)
+            return self._keep(self.pairs.send(data, dst, tag, [tensor]))
 
     def _check_peer(self, rank: int, what: str) -> None:
         """Raise unless the group has this rank, and it is another one."""
@@ -418,11 +428,11 @@ class Pairwise(Collectives):
         if plain(tensor) and not torch.autograd._profiler_enabled():
             return self._keep(self.pairs.receive(tensor, src, tag, None, [tensor]))
         check([tensor], "recv")
-        check_places([tensor], "recv")
-        place = tensor.detach()
-        data = place if literal(place) else torch.empty(place.shape, dtype=place.dtype)
         with _event("recv"):
-            return self._keep(self.pairs.receive(data, src, tag, None if data is place else place, [tensor]))
+            ends = self._ends()
+            return self._keep(
+                self.pairs.receive(ends.target(tensor), src, tag, partial(ends.end, self.pairs.timeout), [tensor])
+            )
 
 
 class ProcessGroup(Pairwise):
@@ -462,8 +472,8 @@ class ProcessGroup(Pairwise):
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         """torch asks for what a backend can do: split, coalesce, allocate."""
-        if device.type != "cpu":
-            raise RuntimeError(f"the backend rdmarpc takes tensors on the CPU, not on {device}")
+        if device.type not in ("cpu", kind()):
+            raise RuntimeError(f"the backend rdmarpc takes tensors on the CPU and on CUDA devices, not on {device}")
         return self
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
@@ -473,7 +483,7 @@ class ProcessGroup(Pairwise):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), *([torch.device(kind())] if count() else [])]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._collected.works = []
@@ -519,6 +529,7 @@ class ProcessGroup(Pairwise):
         self.queue.stop()
         self.pairs.close()
         self.engine.close()
+        self.staging.close()
         _groups.discard(self)
 
     def explain(self) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 
@@ -43,8 +44,8 @@ class Message(Work):
         """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
         super().__init__(nothing, outputs, verb, source=peer)
         self.pairs, self.data, self.peer, self.tag, self.kind = pairs, data, peer, tag, kind
-        self.target: torch.Tensor | None = None
-        """Where what came has to be copied, if it is not ``data`` itself."""
+        self.put: Callable[[], None] | None = None
+        """Brings what came to where it belongs, if that is not ``data`` itself."""
         self.code, self.nbytes = _code(data.dtype), data.nbytes
 
     @property
@@ -118,12 +119,12 @@ class Pairs:
         return self._posted(message)
 
     def receive(
-        self, data: torch.Tensor, peer: int, tag: int, target: torch.Tensor | None, outputs: list[torch.Tensor]
+        self, data: torch.Tensor, peer: int, tag: int, put: Callable[[], None] | None, outputs: list[torch.Tensor]
     ) -> Message:
-        """``peer``: -1 for any. ``target``: see ``Message``."""
+        """``peer``: -1 for any. ``put``: see ``Message``."""
         self._check()
         message = Message(self, data, outputs, peer, tag, _RECEIVE, "receive from")
-        message.target = target
+        message.put = put
         with self._lock:
             found = None
             if self._apart:
@@ -290,9 +291,13 @@ class Pairs:
         self._finish(message)
 
     def _finish(self, message: Message) -> None:
-        if message.target is not None:
-            with writing([message.target]):
-                message.target.copy_(message.data.view(message.target.shape))
+        if message.put is not None:
+            try:
+                with writing(message.outputs):
+                    message.put()
+            except BaseException as error:
+                message.finish(error)
+                raise
         message.finish(None)
 
     # -- what ends it

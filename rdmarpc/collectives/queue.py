@@ -29,7 +29,7 @@ class Work(dist.Work):
 
     def __init__(self, run: Run, outputs: Sequence[torch.Tensor], describe: str, sequence: int = 0, source: int = -1) -> None:
         super().__init__()
-        self.run, self._outputs, self._text, self.sequence = run, outputs, describe, sequence
+        self.run, self.outputs, self._text, self.sequence = run, outputs, describe, sequence
         self.source = source
         self.over = self._waited = self._dropped = False
         self.threaded = False
@@ -70,13 +70,13 @@ class Work(dist.Work):
 
     def _let_go(self) -> None:
         """Do not hold large tensors that nobody else may want."""
-        if sum(each.nbytes for each in self._outputs if each.layout is torch.strided) > _SMALL:
-            self._outputs = ()
+        if sum(each.nbytes for each in self.outputs if each.layout is torch.strided) > _SMALL:
+            self.outputs = ()
 
     def _outcome(self, _: object) -> list[torch.Tensor]:
         if self.error is not None:
             raise fresh(self.error)
-        return list(self._outputs)
+        return list(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raises its error. ``TransferTimeout`` after ``timeout`` (none: that of the group):
@@ -108,7 +108,7 @@ class Work(dist.Work):
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        return list(self._outputs)
+        return list(self.outputs)
 
     def source_rank(self) -> int:
         return self.source

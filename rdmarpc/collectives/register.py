@@ -28,7 +28,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 def _tell(groups: ModuleType) -> None:
     if NAME not in groups.Backend.backend_list:
-        groups.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        groups.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _tell_and_end(groups: ModuleType) -> None:

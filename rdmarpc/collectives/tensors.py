@@ -1,28 +1,30 @@
-"""Tensors as the collectives take them: flat, contiguous, on the CPU, without a graph; and back."""
+"""Tensors as the collectives take them: what is refused, and what lies flat in memory already."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from ..transport import NotSupported
+from ..transport.gpu.driver import kind
 
 Flat = torch.Tensor
 
 
 def check(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise unless these are dense tensors of one type on the CPU."""
+    """Raise unless these are dense tensors of one type, on the CPU or on GPUs that this process's driver serves."""
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise NotSupported(f"{what} of a tensor on {tensor.device}", hint="the backend rdmarpc takes tensors on the CPU")
+        if not tensor.is_cpu and tensor.device.type != kind():
+            hint = "the backend rdmarpc takes tensors on the CPU and on CUDA devices"
+            raise NotSupported(f"{what} of a tensor on {tensor.device}", hint=hint)
         if tensor.layout is not torch.strided:
             raise NotSupported(f"{what} of a tensor with layout {tensor.layout}")
         if not _has_memory(tensor):
-            kind = type(tensor).__name__
-            raise NotSupported(f"{what} of a {kind} without memory of its own", hint="give the tensor that holds the values")
+            what = f"{what} of a {type(tensor).__name__} without memory of its own"
+            raise NotSupported(what, hint="give the tensor that holds the values")
         if tensor.dtype != tensors[0].dtype:
             raise ValueError(f"{what} of tensors of several types: {tensors[0].dtype} and {tensor.dtype}")
 
@@ -61,10 +63,10 @@ def writing(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManage
     return torch.inference_mode() if any(each.is_inference() for each in tensors) else torch.no_grad()
 
 
-def source(tensor: torch.Tensor) -> Flat:
+def values(tensor: torch.Tensor) -> Flat:
     """The values of a tensor, in its memory if they lie there."""
-    values = tensor.detach()
-    return values.view(-1) if literal(values) else values.resolve_conj().resolve_neg().contiguous().view(-1)
+    found = tensor.detach()
+    return found.view(-1) if literal(found) else found.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def check_places(tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -74,9 +76,10 @@ def check_places(tensors: Sequence[torch.Tensor], what: str) -> None:
             raise ValueError(f"{what} into a tensor several of whose elements are one place in memory: clone it before")
 
 
-def check_apart(places: Sequence[Flat], what: str) -> None:
-    """Raise if two of these have memory in common: which of them it holds in the end would depend on timing."""
-    spans = sorted((each.data_ptr(), each.nbytes) for each in places if each.numel())
+def check_apart(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise if two of these whose values lie flat in memory have some of it in common: which of them it holds in the end would
+    depend on timing."""
+    spans = sorted((each.data_ptr(), each.nbytes) for each in tensors if each.numel() and literal(each))
     if any(after < start + nbytes for (start, nbytes), (after, _) in pairwise(spans)):
         raise ValueError(f"{what} into tensors that share memory with each other: clone them before")
 
@@ -85,18 +88,6 @@ def check_own(place: Flat, part: Flat, what: str) -> None:
     """Raise unless what stays at this rank fits its place. What peers send is compared when it comes."""
     if place.numel() != part.numel():
         raise ValueError(f"{what} of {part.numel()} elements into a tensor of {place.numel()}")
-
-
-def target(tensor: torch.Tensor, back: list[Callable[[], object]], *, read: bool = False) -> Flat:
-    """Where a tensor's new values go: its memory if they may lie there, else a buffer, and ``back`` gets the call that copies
-    the buffer into the tensor. ``read``: the values are read before."""
-    plain = tensor.detach()
-    if literal(plain):
-        return plain.view(-1)
-    check_places([plain], "a collective")
-    buffer = source(plain).view(plain.shape) if read else torch.empty(plain.shape, dtype=plain.dtype)
-    back.append(lambda: plain.copy_(buffer))
-    return buffer.view(-1)
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> list[Flat]:

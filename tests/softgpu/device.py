@@ -56,6 +56,10 @@ def init() -> None:
 _lazy_init = init
 
 
+def is_initialized() -> bool:
+    return True
+
+
 def is_available() -> bool:
     return device_count() > 0
 
@@ -89,9 +93,21 @@ def empty_cache() -> None:
     torch.accelerator.memory.empty_cache()
 
 
-def Stream(device: torch.device | str | int | None = None) -> torch.Stream:
+def Stream(device: torch.device | str | int | None = None, priority: int = 0) -> torch.Stream:
     """A stream of the pool, which is gone round: the 33rd is the first again."""
     return torch.Stream(torch.device("softgpu", current_device() if device is None else _index(device)))
+
+
+def Event() -> torch.Event:
+    """On the current device, as torch.cuda.Event."""
+    return torch.Event("softgpu")
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """With this as the current stream of its device."""
+    with stream or contextlib.nullcontext():
+        yield
 
 
 def ExternalStream(handle: int, device: torch.device | str | int | None = None) -> torch.Stream:

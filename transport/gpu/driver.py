@@ -16,8 +16,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 
 import torch
@@ -334,3 +334,21 @@ def same_device() -> AbstractContextManager[None]:
     gigabyte on a GPU); this does not."""
     found: AbstractContextManager[None] = torch.accelerator.device_index(torch.accelerator.current_device_index())
     return found
+
+
+@contextmanager
+def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """With these as the current streams of their devices, in this thread."""
+    others = [(stream, now) for stream in streams if (now := torch.accelerator.current_stream(stream.device)) != stream]
+    if not others:
+        yield
+        return
+    try:
+        with same_device():
+            for stream, _ in others:
+                torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        with same_device():
+            for _, now in others:
+                torch.accelerator.set_stream(now)

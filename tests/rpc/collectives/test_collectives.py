@@ -33,12 +33,14 @@ def groups(meeting: Meeting, size: int) -> tuple[Any, Any]:
     return dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
 
 
-def drawn(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, gaps: bool) -> torch.Tensor:
+def drawn(
+    generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, gaps: bool, device: torch.device
+) -> torch.Tensor:
     """Small whole numbers: sums of them are exact in every order."""
     whole = torch.randint(-3, 4, (*shape, 2) if gaps else shape, generator=generator)
     if dtype in (torch.uint8, torch.bool):
         whole = whole.abs()
-    made = whole.to(dtype)
+    made = whole.to(dtype).to(device)
     return made[..., 0] if gaps else made
 
 
@@ -46,8 +48,12 @@ def same(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
     assert torch.equal(ours, theirs), f"{what}: {ours.flatten()[:8]} for {theirs.flatten()[:8]}"
 
 
-def program(seed: int, rank: int, size: int, ours: Any, gloo: Any, steps: int) -> None:
-    """The same calls at all ranks, drawn from ``seed``: each by both groups. Data are the rank's own."""
+CPU = torch.device("cpu")
+
+
+def program(seed: int, rank: int, size: int, ours: Any, gloo: Any, steps: int, device: torch.device = CPU) -> None:
+    """The same calls at all ranks, drawn from ``seed``: each by both groups. Data are the rank's own, ours
+    on ``device``."""
     plan, data = random.Random(seed), torch.Generator().manual_seed(1000 * seed + rank)
     for step in range(steps):
         name, dtype = plan.choice(sorted(CALLS)), plan.choice(TYPES)
@@ -63,7 +69,7 @@ def program(seed: int, rank: int, size: int, ours: Any, gloo: Any, steps: int) -
             plain = group is gloo  # it takes memory for contiguous that is not
 
             def draw(shape: Any, kind: torch.dtype = kind, plain: bool = plain, gaps: bool = gaps) -> torch.Tensor:
-                made = drawn(data, shape, kind, gaps)
+                made = drawn(data, shape, kind, gaps, CPU if plain else device)
                 return made.contiguous() if plain else made
 
             if later and rank == slow:
@@ -71,7 +77,9 @@ def program(seed: int, rank: int, size: int, ours: Any, gloo: Any, steps: int) -
             outputs = CALLS[name](draw, shape, rank, size, root, operation, group, asynchronous)
             found.append(outputs)
         for one, other in zip(*found, strict=True):
-            same(one.to(other.dtype), other, f"seed {seed}, step {step}: {name} of {shape}, {dtype}, {operation}, gaps {gaps}")
+            assert one.device == device
+            what = f"seed {seed}, step {step}: {name} of {shape}, {dtype}, {operation}, gaps {gaps}"
+            same(one.cpu().to(other.dtype), other, what)
 
 
 def _ended(work: Any) -> None:
@@ -108,7 +116,7 @@ def _all_gather_single(
     draw: Any, shape: Any, rank: int, size: int, root: int, op: Any, group: Any, later: bool
 ) -> list[torch.Tensor]:
     x = draw(shape or (1,)).contiguous()
-    out = torch.zeros((size * x.shape[0], *x.shape[1:]), dtype=x.dtype)
+    out = x.new_zeros((size * x.shape[0], *x.shape[1:]))
     _ended(getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, x, group, async_op=later))
     return [out]
 
@@ -147,7 +155,7 @@ def _all_to_all(draw: Any, shape: Any, rank: int, size: int, root: int, op: Any,
     rows = [rank + 2 * other for other in range(size)]
     comes = [other + 2 * rank for other in range(size)]
     x = draw((sum(rows), *shape[1:])).contiguous()
-    out = torch.zeros((sum(comes), *shape[1:]), dtype=x.dtype)
+    out = x.new_zeros((sum(comes), *shape[1:]))
     _ended(dist.all_to_all_single(out, x, comes, rows, group, async_op=later))
     return [out]
 

@@ -1,0 +1,121 @@
+"""Tensors on GPUs in calls of a group: they go through host memory, in the order of streams.
+
+A call copies what it reads to pinned memory of the arena, exchanges that, and copies what came to the GPU. The copies run on
+two streams of ours for each device, one for each way. Both wait for what the caller's current stream had been given when it
+made the call: so for what made the tensors, and for what still reads the old values of those that are written. The thread that
+runs the call waits for its copies, so a call that has ended is there for every stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..transport import Device, NotSupported, RdmaError, TransferTimeout
+from ..transport.gpu.driver import as_torch, capturing, current_stream, driver, kind, on_streams
+from ..transport.gpu.events import NOT_READY, Event
+from ..transport.gpu.pins import Pins
+
+_SLEEP_S = 2e-5, 1e-3
+
+
+class _Lane:
+    """One way between a device and the host."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        with driver().on(index):
+            self.handle = driver().new_stream()
+        self._stream = as_torch(index, self.handle)
+
+    def copy(self, begin: Event, copy: Callable[[], None]) -> Event:
+        """Enqueue a copy behind ``begin``. The event of its end."""
+        begin.follow(self.handle)
+        with driver().on(self._index), on_streams((self._stream,)):
+            copy()
+        return Event(self._index, self.handle)
+
+
+class Staging:
+    """Of one group. Thread-safe."""
+
+    def __init__(self, device: Device | None) -> None:
+        """``device``: whose arena has the buffers; ``None`` in a group of one."""
+        self._device = device
+        self._pins = Pins()
+        self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self._lock = threading.Lock()
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Flat host memory for the values of a tensor on a GPU."""
+        if self._device is None or not tensor.nbytes:
+            return torch.empty(tensor.numel(), dtype=tensor.dtype)
+        host = self._device.empty(tensor.numel(), dtype=tensor.dtype)
+        found = self._device.arena.find(host.data_ptr(), host.nbytes)
+        if found is not None:  # else the driver copies through memory of its own
+            self._pins.segment(found[0], tensor.device.index)
+        return host
+
+    def read(self, tensor: torch.Tensor, host: torch.Tensor) -> Event:
+        """Copy the values of a tensor to the host. They are there when the event has come."""
+
+        def copy() -> None:
+            host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+
+        begin = self._begin(tensor)
+        self._count(tensor)
+        return self._lane(tensor, out=True).copy(begin, copy)
+
+    def write(self, tensor: torch.Tensor, host: torch.Tensor) -> Callable[[], Event]:
+        """The call that copies what is in host memory then into a tensor."""
+
+        def copy() -> None:
+            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+
+        begin, lane = self._begin(tensor), self._lane(tensor, out=False)
+        self._count(tensor)
+        return lambda: lane.copy(begin, copy)
+
+    def close(self) -> None:
+        """Let go of what is pinned. No call is under way."""
+        self._pins.close()
+
+    def _begin(self, tensor: torch.Tensor) -> Event:
+        """What the caller's current stream has been given until now."""
+        if capturing():
+            raise NotSupported("a thread that captures a CUDA graph calls a collective", hint="call it outside of the graph")
+        index = tensor.device.index
+        return Event(index, current_stream(index))
+
+    def _lane(self, tensor: torch.Tensor, *, out: bool) -> _Lane:
+        key = tensor.device.index, out
+        with self._lock:
+            found = self._lanes.get(key)
+            if found is None:
+                found = self._lanes[key] = _Lane(tensor.device.index)
+            return found
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if self._device is not None:
+            self._device.count_staged(tensor.nbytes)
+
+
+def staged(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU that this process's driver serves."""
+    return not tensor.is_cpu and tensor.device.type == kind()
+
+
+def come(events: list[Event], limit: float) -> None:
+    """Wait for these, so many seconds at most. Raises ``TransferTimeout``, or ``RdmaError`` if a GPU has failed."""
+    begun = time.monotonic()
+    for event in events:
+        while (status := event.status()) == NOT_READY:
+            waited = time.monotonic() - begun
+            if waited > limit:
+                raise TransferTimeout(f"a GPU did not come to the tensors of a collective within {limit:g} s", device="cuda")
+            time.sleep(min(max(waited / 10, _SLEEP_S[0]), _SLEEP_S[1]))
+        if status:
+            raise RdmaError(f"a GPU failed: the driver says {status}", device="cuda", status=status)
