@@ -84,9 +84,6 @@ class Collectives(_Group):
         self._group_name = self._group_desc = ""
         _groups.add(self)
 
-    def _ends(self) -> Ends:
-        return Ends(self.staging)
-
     def _submit(self, what: str, run: calls.Run, outputs: Tensors, options: Any, ends: Ends | None = None) -> Work:
         """Have a call run. It fails the group if it raises."""
         engine, event, limit = self.engine, _event(what), _limit(options) or self.engine.timeout
@@ -139,7 +136,7 @@ class Collectives(_Group):
             return _at_once(self, "all_reduce", run, [tensor], opts)
         if tensor.layout is torch.sparse_coo and tensor.is_cpu:
             return self._submit("all_reduce", sparse.all_reduce(tensor, operation, _limit(opts)), [tensor], opts)
-        ends = self._ends()
+        ends = Ends(self.staging)
         return self._submit("all_reduce", self._summed(ends, tensor, operation, _limit(opts)), [tensor], opts, ends)
 
     def _summed(self, ends: Ends, tensor: torch.Tensor, operation: Any, limit: float) -> calls.Run:
@@ -150,7 +147,7 @@ class Collectives(_Group):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         check_apart(tensors, "all_reduce_coalesced")
-        ends = self._ends()
+        ends = Ends(self.staging)
         runs = [self._summed(ends, tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
         return self._submit_all("all_reduce", runs, tensors, opts, ends)
 
@@ -158,7 +155,7 @@ class Collectives(_Group):
         tensor, opts = _one(tensors), dist.ReduceOptions() if opts is None else opts
         self._check_rank(opts.rootRank, "reduce")
         check([tensor], "reduce")
-        ends, how = self._ends(), sum_of(opts.reduceOp, tensor.dtype)
+        ends, how = Ends(self.staging), sum_of(opts.reduceOp, tensor.dtype)
         data = ends.target(tensor, read=True) if self.me == opts.rootRank else ends.source(tensor)
         return self._submit("reduce", calls.reduce(data, how, opts.rootRank, _limit(opts)), [tensor], opts, ends)
 
@@ -168,7 +165,7 @@ class Collectives(_Group):
         if plain(tensor):
             return _at_once(self, "broadcast", calls.broadcast(tensor, opts.rootRank, _limit(opts)), [tensor], opts)
         check([tensor], "broadcast")
-        ends = self._ends()
+        ends = Ends(self.staging)
         data = ends.source(tensor) if self.me == opts.rootRank else ends.target(tensor)
         return self._submit("broadcast", calls.broadcast(data, opts.rootRank, _limit(opts)), [tensor], opts, ends)
 
@@ -182,7 +179,7 @@ class Collectives(_Group):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         outputs = output_tensors[0] if isinstance(output_tensors[0], (list, tuple)) else output_tensors
         tensor, opts = _one(input_tensors), c10d.AllgatherOptions() if opts is None else opts
-        ends = self._ends()
+        ends = Ends(self.staging)
         return self._submit("all_gather", self._gathered(ends, outputs, tensor, _limit(opts)), outputs, opts, ends)
 
     def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, limit: float) -> calls.Run:
@@ -199,7 +196,7 @@ class Collectives(_Group):
         output, input = _one(output), _one(input)
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
             return _at_once(self, "all_gather", calls.even("all_gather", output, input, _limit(opts)), [output], opts)
-        ends = self._ends()
+        ends = Ends(self.staging)
         return self._submit("all_gather", self._gathered_into(ends, output, input, _limit(opts)), [output], opts, ends)
 
     _allgather_base = all_gather_single
@@ -216,7 +213,7 @@ class Collectives(_Group):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
-        ends, limit = self._ends(), _limit(opts)
+        ends, limit = Ends(self.staging), _limit(opts)
         runs = [self._gathered_into(ends, output, tensor, limit) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._submit_all("all_gather", runs, outputs, opts, ends)
 
@@ -227,13 +224,13 @@ class Collectives(_Group):
         opts = c10d.AllgatherOptions() if opts is None else opts
         if len(output_lists) != self.members_count or any(len(each) != len(inputs) for each in output_lists):
             raise ValueError("all_gather_coalesced needs a list of as many tensors as there are inputs for each rank")
-        ends, lists = self._ends(), zip(*output_lists)
+        ends, lists = Ends(self.staging), zip(*output_lists)
         runs = [self._gathered(ends, outputs, tensor, _limit(opts)) for outputs, tensor in zip(lists, inputs)]
         return self._submit_all("all_gather", runs, [tensor for each in output_lists for tensor in each], opts, ends)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(input_tensors), dist.GatherOptions() if opts is None else opts
-        root, ends = opts.rootRank, self._ends()
+        root, ends = opts.rootRank, Ends(self.staging)
         outputs = self._at_root(output_tensors, root, "gather")
         check([tensor, *outputs], "gather")
         if outputs:
@@ -257,7 +254,7 @@ class Collectives(_Group):
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(output_tensors), dist.ScatterOptions() if opts is None else opts
-        root, ends = opts.rootRank, self._ends()
+        root, ends = opts.rootRank, Ends(self.staging)
         inputs = self._at_root(input_tensors, root, "scatter")
         check([tensor, *inputs], "scatter")
         if inputs:
@@ -279,7 +276,7 @@ class Collectives(_Group):
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         output, opts = _one(output_tensors), dist.ReduceScatterOptions() if opts is None else opts
         inputs = input_tensors[0] if isinstance(input_tensors[0], (list, tuple)) else input_tensors
-        ends = self._ends()
+        ends = Ends(self.staging)
         return self._submit("reduce_scatter", self._scattered(ends, output, inputs, opts), [output], opts, ends)
 
     def _scattered(self, ends: Ends, output: torch.Tensor, inputs: Tensors, opts: Any) -> calls.Run:
@@ -308,14 +305,14 @@ class Collectives(_Group):
             if how.code >= 0:
                 run = calls.scatter_sum(output, input, how, _limit(opts))
                 return _at_once(self, "reduce_scatter", run, [output], opts)
-        ends = self._ends()
+        ends = Ends(self.staging)
         return self._submit("reduce_scatter", self._scattered_from(ends, output, input, opts), [output], opts, ends)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        ends = self._ends()
+        ends = Ends(self.staging)
         runs = [self._scattered_from(ends, output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._submit_all("reduce_scatter", runs, outputs, opts, ends)
 
@@ -355,7 +352,7 @@ class Pairwise(Collectives):
         if even and plain(output, input) and output.shape == input.shape:
             return _at_once(self, "all_to_all", calls.even("all_to_all", output, input, _limit(opts)), [output], opts)
         check([output, input], "all_to_all")
-        ends = self._ends()
+        ends = Ends(self.staging)
         places = split(ends.target(output).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
         parts = split(ends.source(input).view(input.shape), input_split_sizes, self.members_count, "all_to_all")
         check_own(places[self.me], parts[self.me], "all_to_all")
@@ -371,7 +368,7 @@ class Pairwise(Collectives):
             raise ValueError(f"all_to_all needs a tensor for each of {self.members_count} ranks, both ways")
         check_own(output_tensors[self.me], input_tensors[self.me], "all_to_all")
         check_apart(output_tensors, "all_to_all")
-        ends = self._ends()
+        ends = Ends(self.staging)
         places, parts = [ends.target(each) for each in output_tensors], [ends.source(each) for each in input_tensors]
         run = calls.all_to_all("all_to_all", places, parts, input_tensors[0].dtype, timeout=_limit(opts))
         return self._submit("all_to_all", run, output_tensors, opts, ends)
@@ -406,7 +403,7 @@ class Pairwise(Collectives):
             return self._keep(self.pairs.send(tensor, dst, tag, [tensor]))
         check([tensor], "send")
         with _event("send"):
-            ends = self._ends()
+            ends = Ends(self.staging)
             data = ends.source(tensor)
             ends.begin(self.pairs.timeout)
             return self._keep(self.pairs.send(data, dst, tag, [tensor]))
@@ -429,7 +426,7 @@ class Pairwise(Collectives):
             return self._keep(self.pairs.receive(tensor, src, tag, None, [tensor]))
         check([tensor], "recv")
         with _event("recv"):
-            ends = self._ends()
+            ends = Ends(self.staging)
             return self._keep(
                 self.pairs.receive(ends.target(tensor), src, tag, partial(ends.end, self.pairs.timeout), [tensor])
             )
