@@ -1,0 +1,104 @@
+"""The experiments that run over several hosts, over both guests: each as a step of the SLURM there, two of them by torchrun and
+by submitit, too.
+
+Their figures are of emulated hosts and mean nothing. What is looked at: every library that can run there has ended well at
+both hosts, what it computed is what the others computed (the apps compare it), and by ``verbs`` the tensors went by RDMA.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cluster_faults import Case
+from cluster_hosts import HOME, Cluster, Host
+from cluster_slurm import JOB_S
+from guest import GENERIC
+
+APPS: dict[str, list[str]] = {
+    "grid": ["functions=[identity]", "sizes=[40000,4000000]", "batches=2", "calls=4"],
+    "dlrm": ["steps=3"],
+    "parameter_server": ["steps=3", "layers=2"],
+    "mixture": ["steps=3"],
+    "graph_network": ["steps=3"],
+    "gpt": ["steps=2", "micro_batches=[2]"],
+    "convergence": ["problems=[images]"],
+    "reinforcement": ["steps=10", "episodes=1"],
+    "scaling": ["net=GRU", "workers=[2]", "steps=2", "compute_ms=10"],
+    "a3c": ["actors=2", "most_games=20"],
+}
+
+
+def cases() -> list[Case]:
+    both = ("verbs", "tcp")
+    steps = [Case(f"srun: experiments.{name}", "no library left out", partial(step, name), both) for name in APPS]
+    return [
+        *steps,
+        Case("torchrun at each host: experiments.dlrm", "no library left out", by_torchrun, both),
+        Case("hydra/launcher=submitit_slurm: experiments.grid", "no library left out", by_submitit, both),
+    ]
+
+
+def step(name: str, cluster: Cluster, device: str) -> tuple[str, float]:
+    job = shlex.join([*_app(name, device), "cluster=slurm", f"hydra.run.dir={HOME}/apps/srun/{name}"])
+    return _ran(cluster, device, f"srun/{name}", lambda run: run(f"srun -N2 --ntasks-per-node=1 --kill-on-bad-exit=1 {job}"))
+
+
+def by_submitit(cluster: Cluster, device: str) -> tuple[str, float]:
+    options = {"nodes": 2, "tasks_per_node": 1, "timeout_min": int(JOB_S // 60)}
+    chosen = [f"hydra.launcher.{name}={value}" for name, value in options.items()]
+    where = f"hydra.sweep.dir={HOME}/apps/submitit"
+    command = [*_app("grid", device), "-m", "cluster=slurm", "hydra/launcher=submitit_slurm", *chosen, where]
+    return _ran(cluster, device, "submitit", lambda run: run(shlex.join(command)))
+
+
+def by_torchrun(cluster: Cluster, device: str) -> tuple[str, float]:
+    """As a user starts it: the same command at both hosts."""
+    first, second = cluster.hosts
+    meeting = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=apps"]
+    job = [*_app("dlrm", device)[1:], "cluster=torchrun", f"hydra.run.dir={HOME}/apps/torchrun"]
+    command = shlex.join([sys.executable, "-m", "torch.distributed.run", *meeting, *job])
+
+    def launch(run: Callable[..., object]) -> None:
+        other = second.start(command, **_environment(cluster))
+        run(command)
+        assert other.wait() == 0, other.output().decode()[-2000:]
+
+    return _ran(cluster, device, "torchrun", launch)
+
+
+def _app(name: str, device: str) -> list[str]:
+    over = f"devices=[{device}]" if name == "grid" else f"device={device}"
+    return [sys.executable, "-m", f"experiments.{name}", "quick=true", over, *APPS[name]]
+
+
+_secret = secrets.token_hex(32)
+
+
+def _environment(cluster: Cluster) -> dict[str, str]:
+    return {**GENERIC, "MPLCONFIGDIR": "/run/matplotlib", "RDMARPC_SECRET": _secret}
+
+
+def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[..., object]], object]) -> tuple[str, float]:
+    """``launch`` it, with the function that runs a command at the first host; what is judged is the result that it leaves below
+    ``folder`` of ours in the shared one."""
+    first: Host = cluster.hosts[0]
+    before = [host.rdma_counters() for host in cluster.hosts]
+    begin = time.monotonic()
+    launch(lambda command: first.sh(command, JOB_S, **_environment(cluster)))
+    seconds = time.monotonic() - begin
+    found = [path for path in sorted((cluster.home / "apps" / folder).rglob("*.json")) if path.parent.name != ".hydra"]
+    assert len(found) == 1, f"one result expected: {found}"
+    result: dict[str, Any] = json.loads(found[0].read_text())
+    assert result["records"], "nothing was measured"
+    assert not result["left_out"], f"left out: {result['left_out']}"
+    packets = [host.rdma_counters()["sent_pkts"] - old["sent_pkts"] for host, old in zip(cluster.hosts, before)]
+    if device == "verbs":
+        assert all(count > 100 for count in packets), f"RDMA packets: {packets}"
+    return f"{len(result['records'])} figures; RDMA packets {packets[0]} and {packets[1]}", seconds
