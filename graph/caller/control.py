@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...transport import PeerLost, RdmaError, TransferTimeout
 from ..edges.station import Fittings, Station
@@ -43,6 +43,8 @@ class Control:
         """What is called before anything new: it sends what was put off until then (``parts.remote_values``)."""
         self.watching: Callable[[Plan, int], None] | None = None
         """What is called when a backward begins: with its plan and mode."""
+        self.reordered: Callable[[Sequence[str]], None] = lambda names: None
+        """What is called with tensors whose gradients a backward does not sum in the order of one process."""
         self.zeroing = Zeroing(parameters, ledger.present)
         self._station, self._ledger, self._timeout, self._lock = station, ledger, timeout, lock
         self._outlets: dict[str, Outlet] = {outlet.edge.target: outlet for outlet in fittings.outlets.values()}

@@ -13,6 +13,7 @@ from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
 from ..outlets import observer
 from ..wire.header import Header
+from .blocks import Edge, follow
 from .control import Control, names
 from .ledger import Ledger
 from .stage import Forward, Plan, Stage, accumulator, check_plain, engine_runs
@@ -116,6 +117,10 @@ class Exchanges:
         if stage.number == 0:
             self._wait_for_done(run)
         return results
+
+    def follow(self, run: Forward, edge: Edge, block: torch.Tensor, reader: torch.Tensor | None, name: str) -> None:
+        """See ``blocks``. Only a backward about named inputs ends before the maker of what it read."""
+        follow(edge, block, reader if run.leave else None, name, self._control.reordered)
 
     @staticmethod
     def _send_back(header: Header, stage: Stage, grads: Sequence[torch.Tensor | None]) -> None:

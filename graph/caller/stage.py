@@ -7,8 +7,9 @@ them, the first stage last, whichever of their outputs the loss depends on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from ..plan.analyze import TransferGraph
 from ..plan.place import ACTIVATION, GRADIENT
 from ..plan.program import Segment
 from ..work.flow import Flow, levels, sinks
+from .blocks import Edge
 
 
 class Exchange(Protocol):
@@ -33,6 +35,7 @@ class Exchange(Protocol):
     def exchange_gradients(
         self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None], /
     ) -> list[torch.Tensor | None]: ...
+    def follow(self, run: Forward, edge: Edge, block: torch.Tensor, reader: torch.Tensor | None, name: str, /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,6 +43,9 @@ class Stage:
     """``sends``: name and outlets of each value that leaves; ``receives``: name and inlet of each that comes. ``returns``: the
     gradient inlets of each sent value, in the order of summation. ``backs``: the gradient outlet of each received one.
     ``apart``: something lands on an accelerator (``Land``).
+
+    ``blocks``: what of this is an input of the forward, to whose gradient workers give a sum of several terms: its place among
+    ``sends`` without triggers, and behind them ``joins``, and its name.
 
     ``joins``, ``splits``: values that are carried (``plan/sums``), and that the caller had before or has later: with the inlet
     of the sum that segments of others give, and with the outlet to them. What comes after this stage reads the tensors that
@@ -54,6 +60,7 @@ class Stage:
     apart: bool
     joins: list[str]
     splits: list[str]
+    blocks: list[tuple[int, str]]
 
 
 class Plan:
@@ -106,7 +113,13 @@ class Plan:
             apart=any(inlet is not None and inlet.edge.device for _, inlet in inlets),
             joins=list(joins),
             splits=list(splits),
+            blocks=self._blocks(graph, [*(name for name in sends if not graph.values[name].trigger), *joins]),
         )
+
+    @staticmethod
+    def _blocks(graph: TransferGraph, given: Sequence[str]) -> list[tuple[int, str]]:
+        of = f" of {graph.part!r}" if graph.part else ""
+        return [(at, name + of) for at, name in enumerate(given) if name in graph.inputs and graph.values[name].several]
 
     def _returns(self, graph: TransferGraph, name: str) -> list[Inlet]:
         value = graph.values[name]
@@ -227,10 +240,18 @@ def accumulator(leaf: torch.Tensor) -> Any:
 def backward_of(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The backward of the stage of an autograd function: gradients of what it sent."""
     check_once()
-    if not ctx.run.streams:
-        return ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
-    with as_in_forward(ctx.run):
-        return ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
+    with as_in_forward(ctx.run) if ctx.run.streams else nullcontext():
+        found = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
+    for at, name in ctx.stage.blocks:
+        block, edge = found[at], ctx.next_functions[1 + at]  # the first one is the token's
+        if block is not None and edge[0] is not None:
+            ctx.exchanges.follow(ctx.run, edge, block, ctx.readers[at](), name)
+    return found
+
+
+def note_readers(ctx: Any, stage: Stage, tensors: Sequence[torch.Tensor]) -> None:
+    """For ``backward_of``: the tensors of its blocks, which it does not keep alive."""
+    ctx.readers = {at: weakref.ref(tensors[at]) for at, _ in stage.blocks}
 
 
 class Cross(torch.autograd.Function):
@@ -241,6 +262,7 @@ class Cross(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, exchanges: Exchange, run: Forward, stage: Stage, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.exchanges, ctx.run, ctx.stage = exchanges, run, stage
+        note_readers(ctx, stage, tensors)
         outputs = exchanges.exchange(run, stage, tensors)
         ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, stage.differentiable) if not grad))
         return (torch.empty(()), *outputs)
@@ -285,6 +307,7 @@ class CrossApart(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.exchanges, ctx.run, ctx.stage, ctx.back = exchanges, run, stage, back
+        note_readers(ctx, stage, tensors)
         made += exchanges.exchange(run, stage, tensors)
         return tuple(torch.empty(()) for _ in range(1 + len(made)))
 

@@ -37,6 +37,8 @@ class Value:
     """Segments that give a gradient of it, in the order in which they are added."""
     carried: bool = False
     """Whether each of them adds to the sum of those before (``sums``)."""
+    several: bool = False
+    """Whether what workers give to it, where it is an input, is a sum of several terms."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,8 @@ class TransferGraph:
     """What writes into a tensor of the model that other segments use, too; then they must not, either."""
     aliases: list[tuple[int, int, bool]] = field(default_factory=list)
     """See ``Capture``."""
+    part: str = ""
+    """The path of the part that is called, where it is a single call."""
 
     def crossing(self) -> list[tuple[Value, str]]:
         """(value, worker that receives it), in the order of production."""

@@ -16,6 +16,9 @@ def put_in_order(graph: TransferGraph, reads: Mapping[Key, Reads]) -> None:
         if not value.spec.requires_grad:
             continue
         value.order = [number for number in reversed(value.consumers) if number in giving]
+        if value.name in graph.inputs and value.name in reads:
+            given = reads[value.name].terms((graph.segments[at].worker, graph.segments[at].level) for at in value.order)
+            value.several = sum(len(terms) for at, terms in given.items() if at[0] != graph.caller or value.carried) > 1
         if not value.carried and value.name in reads:
             where = {number: (graph.segments[number].worker, graph.segments[number].level) for number in value.order}
             terms = reads[value.name].terms(where.values())

@@ -161,17 +161,18 @@ class _Lowered:
         self.constants: dict[str, torch.Tensor] = {}
         nodes: dict[fx.Node, Any] = {}
         given = iter(leaves)
-        count = 0
+        inputs: dict[int, fx.Node] = {}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         # Placeholders come first in a graph that is captured.
         for node, spec in zip(placeholders, program.graph_signature.input_specs):
             if spec.kind is InputKind.USER_INPUT:
                 leaf = next(given)
-                if isinstance(leaf, torch.Tensor):
-                    nodes[node] = self.graph.placeholder(f"input{count}")
-                    count += 1
-                else:
+                if not isinstance(leaf, torch.Tensor):
                     nodes[node] = leaf
+                    continue
+                if id(leaf) not in inputs:
+                    inputs[id(leaf)] = self.graph.placeholder(f"input{len(inputs)}")
+                nodes[node] = inputs[id(leaf)]
         for node, spec in zip(placeholders, program.graph_signature.input_specs):
             if spec.kind is InputKind.USER_INPUT:
                 continue

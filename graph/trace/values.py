@@ -219,14 +219,33 @@ def key(leaf: Any) -> Any:
 
 
 def constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
-    """What of the leaves is no tensor, by position, as ``key`` has it."""
-    return tuple([(at, key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
+    """What of the leaves is no tensor, by position, as ``key`` has it, and where a tensor comes again: at which position it
+    came first. Python can tell a tensor that is given twice from two that are equal."""
+    first: dict[int, int] = {}
+    found: list[tuple[int, Any]] = []
+    for at, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            found.append((at, key(leaf)))
+        elif (before := first.setdefault(id(leaf), at)) != at:
+            found.append((at, (torch.Tensor, before)))
+    return tuple(found)
+
+
+def tensors_of(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the leaves, each object once."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def filled(leaves: Sequence[Any], tensors: Iterable[Any]) -> list[Any]:
-    """The leaves, with these in the place of the tensors among them."""
-    left = iter(tensors)
-    return [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    """The leaves, with these in the place of their ``tensors_of``."""
+    given = {id(leaf): tensor for leaf, tensor in zip(tensors_of(leaves), tensors)}
+    return [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same with ``function(tensor)`` for each tensor, which is called once for each object."""
+    leaves, spec = flatten(tree)
+    return spec.unflatten(filled(leaves, map(function, tensors_of(leaves))))
 
 
 def encode(tree: Any, put: Callable[[Any], Any]) -> Any:

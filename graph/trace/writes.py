@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import foreign
-from .values import leaves_of
+from .values import leaves_of, tensors_of
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -221,8 +221,8 @@ def _tensors_of(part: nn.Module) -> set[str]:
 
 def aliases(given: Sequence[Any], result: Sequence[Any]) -> list[tuple[int, int, bool]]:
     """Of the leaves of a call's result those that have the memory of a tensor which it was given, as (number of the leaf,
-    number of that tensor, whether they are one object)."""
-    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    number of that tensor among ``tensors_of`` what was given, whether they are one object)."""
+    tensors = tensors_of(given)
     found = []
     for at, leaf in enumerate(result):
         if isinstance(leaf, torch.Tensor) and leaf.numel():

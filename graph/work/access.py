@@ -21,7 +21,7 @@ from ..plan.place import REPORT_BYTES
 from ..plan.replicas import Replica
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
-from ..trace.values import Before, cannot_cross, changes_argument, check_result, encode, leaves_of, map_leaves, sparse
+from ..trace.values import Before, cannot_cross, changes_argument, check_result, encode, leaves_of, map_tensors, sparse
 from ..trace.watch import untouched
 from ..trace.writes import Registered, aliases
 from .command import WorkerError
@@ -262,10 +262,7 @@ class Access:
             left, known = iter(devices), Globals(part)
             with forked_generators(self._gpu), torch.enable_grad():
                 # Moved, they are no leaves of autograd's.
-                given, more = map_leaves(
-                    lambda leaf: leaf.to(find(next(left)), copy=True) if isinstance(leaf, torch.Tensor) else leaf,
-                    (args, kwargs),
-                )
+                given, more = map_tensors(lambda tensor: tensor.to(find(next(left)), copy=True), (args, kwargs))
                 before, mark = Before(given, more), torch_mark(self._gpu)
                 registered = Registered(part)
                 with untouched(part):

@@ -148,7 +148,7 @@ class _Split:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, chunks: int) -> None:
         self._state, self._training = state_of(model), model.training
         self._leaves, self._tree = flatten(args, kwargs)
-        self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self._tensors = values.tensors_of(self._leaves)
         self._target_tree: Any = None
         targets = [target]
         if not isinstance(target, torch.Tensor):

@@ -126,7 +126,7 @@ class Eager:
         values.check_dense(what, forward, args, kwargs)
         leaves, tree = values.flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = values.tensors_of(leaves)
 
         def join(*given: Any) -> Any:
             return tree.unflatten(values.filled(leaves, given))
@@ -220,7 +220,7 @@ class Eager:
             located = session.located(tensors, session.devices.taken(tensors, path), path, self._device)
             found = build()
             graph = analyze(found, places.owner, session.agent.name, places.scope, located)
-            graph.constants, graph.aliases = {}, found.aliases
+            graph.constants, graph.aliases, graph.part = {}, found.aliases, path
             self._tell(graph)
             return graph
 
@@ -260,7 +260,7 @@ class Eager:
         given = self._session.devices.given(path)
         own = self._session.devices.own(path)
         there = [named(given if given is not None and own in (None, device) else device) for device in taken]
-        args, kwargs = values.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        args, kwargs = values.map_tensors(torch.Tensor.cpu, (args, kwargs))
         answer = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
         if isinstance(answer, bytes):
             raise WorkerError.load(answer).raised(worker)

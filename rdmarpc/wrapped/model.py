@@ -103,9 +103,9 @@ def wrap(
     tied parameters, of tensors that many parts read, and of a part that is called several times. Where no order of the parts
     gives that (a parameter that a part reads as its own and that is read elsewhere by its name), ``placement_table`` names it.
     Where one backward goes through several forwards, or several calls of an eager one, parameters that two of them read have
-    sums in another order. A warning says so once, and ``counters()["sums_reordered"]`` counts them. Gradients are equal up to
-    rounding there, and where the program computes with an input of the model outside of it, too, or several calls of an eager
-    forward read the same tensor.
+    sums in another order. So has an input of the model, or of a part that an eager forward calls, where that reads it several
+    times and something else reads it later. A warning says so once, in the backward in which it happens, and
+    ``counters()["sums_reordered"]`` counts them. Gradients are equal up to rounding there.
 
     A linear layer on a CPU rounds otherwise for an input that begins off 16 bytes in memory, such as ``x[1:]`` of odd width.
     What crosses to another worker is aligned there, so such a view has the bits of its ``clone()``.
@@ -229,7 +229,7 @@ class WrappedModel(nn.Module):
         except values.Unknown as error:
             state.check_falls_back(error)
             return state.eagerly(args, kwargs, self.training, [error.message])
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = values.tensors_of(leaves)
         mode = session.mode()
         try:
             plan = state.plan(tensors, leaves, tree, self.training)

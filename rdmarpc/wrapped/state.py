@@ -70,6 +70,7 @@ class State:
         self._signatures = Signatures(session.caller)
         session.here.replica.mixing.tell = self._tell
         session.caller.control.watching = session.goes_backward
+        session.caller.control.reordered = self._tell
         self._worlds = Worlds()
         self._look()
 

@@ -286,3 +286,75 @@ def many() -> None:
 
 def test_drawn_models_have_the_bits_of_one_process():
     drive(many, 3)
+
+
+class Readers(nn.Module):
+    """A forward that runs in Python, and whose parts read one tensor, each as many times as ``times`` says."""
+
+    def __init__(self, times: tuple[int, ...], kind: str) -> None:
+        super().__init__()
+        self.kind, self.enter = kind, nn.Linear(SIZE, SIZE)
+        self.parts = nn.ModuleList(map(Often, times))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        shared = torch.tanh(self.enter(x))
+        if shared.sum() > 1e9:
+            shared = shared * 2
+        total = torch.cos(shared) if self.kind == "before" else torch.zeros(())
+        for part in self.parts:
+            total = total + part(shared)
+        if self.kind == "after":
+            total = total + torch.cos(shared)
+        return (total, shared) if self.kind == "returned" else total
+
+
+def calls() -> None:
+    """Named where it differs, and only there."""
+    for times in ((1, 1), (1, 2), (2, 1), (2, 2), (3,)):
+        for kind in ("alone", "before", "after", "returned"):
+            torch.manual_seed(3)
+            net = Readers(times, kind)
+            twin = copy.deepcopy(net)
+            model = wrap(net, {f"parts.{at}": WORKERS[at + 1] for at in range(len(times))}, timeout=20.0)
+            differs = False
+            for _ in range(3):
+                x = torch.randn(4, SIZE)
+                for each in (model, twin):
+                    given = each(x)
+                    sum(part.pow(2).sum() for part in (given if isinstance(given, tuple) else (given,))).backward()
+                differs |= bool(check(model, twin, ""))
+            assert model.captured.startswith("eager") and not far(model, twin)
+            wanted = sum(n > 1 for n in (times if kind in ("after", "returned") else times[:-1]))
+            assert model.counters()["sums_reordered"] == wanted, (times, kind)
+            assert differs == bool(wanted), (times, kind)
+            model.close()
+
+
+def outside() -> None:
+    """The program reads the model's input, too, before and after the model does; and asks for its gradient alone."""
+    for times, where in ((3, "after"), (3, "before"), (1, "after")):
+        for alone in (False, True):
+            torch.manual_seed(4)
+            net, enter = nn.Sequential(Often(times), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, SIZE)
+            twin = copy.deepcopy(net)
+            model = wrap(net, {"0": "worker1"}, timeout=20.0)
+            differs = False
+            for _ in range(3):
+                x, found = torch.randn(4, SIZE), []
+                for each in (model, twin):
+                    shared = torch.tanh(enter(x))
+                    early = shared.sin().sum() if where == "before" else 0.0
+                    loss = each(shared).pow(2).sum() + early
+                    loss = loss + (shared.sin().sum() if where == "after" else 0.0)
+                    found += torch.autograd.grad(loss, [shared if alone else enter.weight])
+                differs |= not torch.equal(*found)
+                torch.testing.assert_close(*found)
+            reordered = times > 1 and where == "after"
+            assert model.counters()["sums_reordered"] == int(reordered) and differs == reordered, (times, where, alone)
+            assert not shared._backward_hooks
+            model.close()
+
+
+def test_sums_of_tensors_that_others_read_too_are_named():
+    drive(calls, 3)
+    drive(outside, 3)
