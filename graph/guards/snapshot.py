@@ -81,9 +81,10 @@ def _copy(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().untyped_storage()), value.get_state()
-    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+    kind = type(value)  # not the value: it may have an answer to every name
+    if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
         return repr(value.bit_generator.state), value.bit_generator.state
-    if hasattr(value, "tobytes") and getattr(value, "nbytes", 1 << 30) <= 1 << 20:
+    if hasattr(kind, "tobytes") and hasattr(kind, "nbytes") and value.nbytes <= 1 << 20:
         return value.tobytes(), value.copy()
     return None
 

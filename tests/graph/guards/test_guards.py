@@ -232,3 +232,9 @@ def test_an_object_that_answers_to_every_name_is_no_array() -> None:
     one, other = Answers(), Answers()
     one.size, other.size = 1, 2
     assert Content().of(one, "one") != Content().of(other, "other")
+    kept, inside = Snapshot(), np.arange(3)
+    one.inside = inside
+    kept.add(one, "one")
+    inside[0] = 7
+    kept.restore()
+    assert inside[0] == 0
