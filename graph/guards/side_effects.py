@@ -16,6 +16,7 @@ from torch import nn
 
 from ...transport import NotSupported
 from .content import MISSING, Content, Unguardable, foreign, is_data, items_of, pairs_of
+from .gains import only_gains, table_of
 from .generators import python_marks, torch_mark
 from .roots import Root, globals_of, named_in, reachable
 from .world import World
@@ -56,12 +57,24 @@ class Globals:
         found = [(root, tensors) for root in self._roots if (tensors := _tensors_of(root)) is not None]
         self._roots, self._world = [root for root, _ in found], World(0)
         self._world.add(self._roots)
+        self._tables = [(root, table) for root in self._roots if (table := table_of(root)) is not None]
         self._tensors = [(root.label, tensor, tensor._version) for root, tensors in found for tensor in tensors]
 
     def changed(self) -> str:
-        if not self._world.holds():
+        if not self._world.holds() and not (self._gained() and self._world.holds()):
             return self._world.changed() or "a global"
         return next((label for label, tensor, version in self._tensors if tensor._version != version), "")
+
+    def _gained(self) -> bool:
+        """Whether there are private tables that have only gained something; from now on that belongs to them (``gains``)."""
+        found = [root for root, table in self._tables if only_gains(root, table)]
+        try:
+            for root in found:
+                self._world.take_again(root)
+        except Unguardable:
+            return False
+        self._tables = [(root, table_of(root) or {} if root in found else table) for root, table in self._tables]
+        return bool(found)
 
     def values(self) -> dict[str, str]:
         """By label, what can be compared with another process: a number or text as Python writes it, of others the class."""

@@ -35,6 +35,10 @@ class World:
         self._empty += empty
         self._arm()
 
+    def take_again(self, root: Root) -> None:
+        """Hold what this one holds now. Raises ``Unguardable``."""
+        self._roots[id(root.table), root.name] = root, Content().of(root.value(), root.label, root.by_path)
+
     def _arm(self) -> None:
         """Take down the identities of what is there now."""
         content, cells = Content(), []

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
+from ..guards.gains import only_gains
 from ..guards.generators import draw_again, generators
 from ..guards.opaque import uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
@@ -137,7 +138,10 @@ class Watch:
         named = self._roots[2] | self._roots[0]
         rebound = {key: root.label for key, (root, value) in named.items() if root.value() is not value}
         self._changed = [(label, key in self._roots[0], key in self._roots[2]) for key, label in rebound.items()]
+        tables = {id(value): root for roots in self._roots for root, value in roots.values()}
         for key, (value, before, label) in self._before.changed().items():
+            if key in tables and type(value) is dict and only_gains(tables[key], dict(before)):
+                continue
             if key not in modules:
                 self._changed.append((label, reach.met(key), away.met(key)))
                 continue

@@ -242,3 +242,84 @@ def others_that_change() -> None:
 
 def test_tensors_in_containers_modules_inside_of_parts_and_globals_of_before_wrap() -> None:
     drive(others_that_change)
+
+
+class Backend:
+    """What a module of a library finds once for each class of tensors."""
+
+    gain, calls = 0.5, 0
+
+    def __init__(self) -> None:
+        self.name, self.functions = "torch", F
+
+
+class Counting(Backend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+_FOUND: dict[type, Backend] = {}
+_BY_NAME: dict[str, Backend] = {}
+
+
+def backend_of(x: torch.Tensor, kind: type[Backend]) -> Backend:
+    if type(x) not in _FOUND:
+        _FOUND[type(x)] = _BY_NAME.setdefault("torch", kind())
+    return _FOUND[type(x)]
+
+
+class Dispatches(nn.Module):
+    """``counts``: what it finds does not stay as it was found; ``looks``: it decides by values."""
+
+    def __init__(self, counts: bool, looks: bool) -> None:
+        super().__init__()
+        self.line, self.kind, self.looks = nn.Linear(8, 8), Counting if counts else Backend, looks
+
+    def forward(self, x):
+        if self.looks and x.sum() > 1e9:
+            return x
+        found = backend_of(x, self.kind)
+        if self.kind is Counting:
+            found.calls += 1
+        return torch.tanh(self.line(x)) * (found.gain + found.calls)
+
+
+class Dispatching(nn.Module):
+    def __init__(self, counts: bool, looks: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.head = Dispatches(counts, looks), Dispatches(counts, looks), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x) * backend_of(x, self.one.kind).gain))
+
+
+def private_tables() -> None:
+    """Every process fills its own, and the parts stay where they are; unless what is in it changes later."""
+    warnings.simplefilter("ignore")
+    for counts, looks in itertools.product((False, True), (False, True)):
+        results = []
+        for remote in (False, True):
+            _FOUND.clear()
+            _BY_NAME.clear()
+            torch.manual_seed(1)
+            model: Any = Dispatching(counts, looks)
+            if remote:
+                model = wrap(model, {"one": "worker1", "two": "worker2"})
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for number, (x, y) in enumerate(batches(5, 6, 8)):
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                results.append(loss.item())
+                if number == 2:
+                    backend_of(x, Counting if counts else Backend)  # here, from now on, if not before
+        assert results[:5] == results[5:], (counts, looks)
+        counters = model.counters()
+        assert bool(counters["calls_here"]) == counts, (counts, looks, model.captured)
+        model.close()
+
+
+def test_private_tables_that_every_process_fills() -> None:
+    drive(private_tables, 3)
