@@ -8,15 +8,14 @@ import functools
 import random
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...transport import NotSupported
-from .content import MISSING, Content, Unguardable, foreign, is_data, items_of, pairs_of
-from .gains import only_gains, table_of
+from .content import MISSING, Content, Unguardable, fields_of, foreign, is_data, items_of, pairs_of
 from .generators import python_marks, torch_mark
 from .roots import Root, globals_of, named_in, reachable
 from .world import World
@@ -66,7 +65,7 @@ class Globals:
         return next((label for label, tensor, version in self._tensors if tensor._version != version), "")
 
     def _gained(self) -> bool:
-        """Whether there are private tables that have only gained something; from now on that belongs to them (``gains``)."""
+        """Whether there are private tables that have only gained something; from now on that belongs to them."""
         found = [root for root, table in self._tables if only_gains(root, table)]
         try:
             for root in found:
@@ -208,3 +207,32 @@ def _draws(value: Any) -> bool:
         return value is random or value.__name__.startswith("numpy.random")
     bound = getattr(value, "__self__", None)
     return isinstance(bound, random.Random) or type(bound).__module__.startswith("numpy.random")
+
+
+# A library that dispatches by the class of a tensor keeps what it has found in a private table of its module
+# (``_of_class[type(x)] = _Backend()``). Every process fills its own, and computes the same. So a table that gains objects of
+# that module's classes, without data, has not changed to those who look. What comes of the entries afterwards counts as ever.
+
+
+def table_of(root: Root) -> dict[Any, Any] | None:
+    """What is in this global now, if it is a private table of its module."""
+    value = root.value()
+    private = root.name.startswith("_") and isinstance(root.table, dict) and "__name__" in root.table
+    return dict(pairs_of(value)) if private and type(value) is dict else None
+
+
+def only_gains(root: Root, before: Mapping[Any, Any]) -> bool:
+    """Whether a table that had these entries has more now, all of this kind."""
+    now = table_of(root)
+    if now is None or len(now) <= len(before):
+        return False
+    if any(key not in now or now[key] is not value for key, value in before.items()):
+        return False
+    new = [(key, value) for key, value in now.items() if key not in before]
+    own = root.table["__name__"]
+    return all(isinstance(key, (str, type)) and type(value).__module__ == own and not _data_in(value) for key, value in new)
+
+
+def _data_in(value: Any) -> bool:
+    """Whether an object holds more than functions, classes, modules and texts."""
+    return any(is_data(item) and not isinstance(item, str) for fields in fields_of(value) for item in fields.values())

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
-from ..guards.gains import only_gains
 from ..guards.generators import draw_again, generators
 from ..guards.opaque import uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
@@ -42,7 +41,7 @@ from ..guards.roots import (
     named_in,
     needs_search,
 )
-from ..guards.side_effects import changes_there, draws_there
+from ..guards.side_effects import changes_there, draws_there, only_gains
 from ..guards.snapshot import Snapshot
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
