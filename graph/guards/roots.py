@@ -125,7 +125,7 @@ def _inside(value: Any, names: list[str]) -> Iterator[Root]:
                 return
             table: Any = vars(value)
         elif isinstance(value, type) and not foreign(value.__module__):
-            # Not those of torch's own classes: a trace exchanges some while it lasts (``autograd.Function.apply``).
+            # Not those of torch's own classes: a trace exchanges some while it lasts (``autograd.Function``).
             table = _class_table(next((k for k in value.__mro__ if name in vars(k) and not foreign(k.__module__)), value))
         else:
             return

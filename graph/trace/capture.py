@@ -339,25 +339,32 @@ def sets_attribute(where: str, name: str) -> Changes:
 @contextlib.contextmanager
 def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see
-    the function, not the operations of its forward."""
-    thread, original = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
+    the function, not the operations of its forward. A program may have looked ``apply`` up before (``f =
+    SomeFunction.apply``), so it is what that calls which is exchanged."""
+    thread, base = threading.get_ident(), torch.autograd.function._SingleLevelFunction
+    original = torch.autograd.Function.__dict__["apply"]
+    handled = False
 
     @classmethod  # type: ignore[misc]
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = original.__get__(None, cls)
-        if threading.get_ident() != thread:
-            return plain(*args, **kwargs)
+        nonlocal handled
+        if threading.get_ident() != thread or handled:
+            return super(base, cls).apply(*args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint":
             raise NotSupported(
                 "checkpoint(..., use_reentrant=True) calls a function once more in the backward, a trace does not"
             )
-        return handle(plain, args, kwargs)
+        handled = True
+        try:
+            return handle(original.__get__(None, cls), args, kwargs)
+        finally:
+            handled = False
 
-    torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    base.apply = apply  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del base.apply  # type: ignore[attr-defined]
 
 
 def _proxy_of(apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
