@@ -1,4 +1,4 @@
-"""Calls that a trace cannot look into: TorchScript, and control flow of torch's own.
+"""Calls that a trace cannot look into: TorchScript, control flow of torch's own, functions with a backward of their own.
 
 What a TorchScript function computes depends on how often it has run in the process: the first run is profiled, later ones have
 gradients by formulas of their own, whose last bits differ. The operations of one run, written down, would compute neither. So
@@ -57,6 +57,37 @@ def no_opaque_calls(allowed: Callable[[], bool] = lambda: False) -> Iterator[Non
             kind.__call__ = original
         if compile_and_call is not None:
             setattr(operators, _COMPILE, compile_and_call)
+
+
+@contextlib.contextmanager
+def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see
+    the function, not the operations of its forward. A program may have looked ``apply`` up before (``f =
+    SomeFunction.apply``), so it is what that calls which is exchanged."""
+    thread, base = threading.get_ident(), torch.autograd.function._SingleLevelFunction
+    original = torch.autograd.Function.__dict__["apply"]
+    handled = False
+
+    @classmethod  # type: ignore[misc]
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal handled
+        if threading.get_ident() != thread or handled:
+            return super(base, cls).apply(*args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise NotSupported(
+                "checkpoint(..., use_reentrant=True) calls a function once more in the backward, a trace does not"
+            )
+        handled = True
+        try:
+            return handle(original.__get__(None, cls), args, kwargs)
+        finally:
+            handled = False
+
+    base.apply = apply  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del base.apply  # type: ignore[attr-defined]
 
 
 def uncounted() -> contextlib.AbstractContextManager[Any]:

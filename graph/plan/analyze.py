@@ -51,7 +51,7 @@ def analyze(
             capture, owner, caller, scope, None if located is None else located.fresh(), Readers(capture, through)
         )
         graph = found.result()
-        order = Order(graph, found.readers.reads, found.home, found.readers.known)
+        order = Order(graph, found.readers.reads, found.home, found.readers.known, found.readers.names.values())
         more = order.unordered(capture.parameters, through) - through
         if not more:
             return graph
@@ -102,7 +102,7 @@ class _Analysis:
             if node.op == "placeholder":
                 inputs.append(self.names[node])
                 self.where[node] = self.caller, 0
-                self.define(self.names[node], self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                self.define(self.names[node], self.capture.values[node], (self.caller, 0), (node, 0))
                 if self.located is not None:
                     self.located.define(
                         self.names[node], self.located.inputs[len(inputs) - 1][0], self.located.inputs[len(inputs) - 1]
@@ -129,8 +129,7 @@ class _Analysis:
             elif node.op == "get_attr":
                 worker = self.owner(str(node.target))
                 home = self.where[node] = (worker, 0 if worker == self.caller else 1)
-                written = (node, 0) in self.capture.written
-                self.define(self.names[node], self.capture.values[node], home, written, constant=True)
+                self.define(self.names[node], self.capture.values[node], home, (node, 0), constant=True)
                 if self.located is not None:
                     self.located.attribute(self.names[node], str(node.target), self.capture.values[node].device)
                 self.attribute(self.names[node], self.capture.sites.get((node, 0)), (), worker)
@@ -138,6 +137,9 @@ class _Analysis:
                 if self.capture.values[node].requires_grad:
                     self.readers.known[id(self.capture.values[node])] = self.names[node]
                 self.expression[node] = Ref(self.names[node])
+            elif self.located is None and isinstance(self.expression.get(kept := _kept(node, self.capture)), Ref):
+                # One name for one tensor: what reads it by either of them is summed together.
+                self.where[node], self.expression[node] = self.where[kept], self.expression[kept]
             else:
                 self.operation(node)
         for write in self.capture.writes:
@@ -206,7 +208,7 @@ class _Analysis:
         names = self.names.leaves(node, made) if structured else [self.names[node] if made[0] else None]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor) and name is not None:
-                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
+                self.define(name, leaf, (worker, level), (node, at))
                 if self.located is not None:
                     self.located.define(name, leaf.device, pair)
                 self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
@@ -276,12 +278,14 @@ class _Analysis:
             return self.capture.sizes.varies(leaf)
         return isinstance(leaf, (int, float)) and bool(names_in((args, kwargs)))
 
-    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
+    def define(
+        self, name: str, tensor: torch.Tensor, home: tuple[str, int], leaf: tuple[fx.Node, int], constant: bool = False
+    ) -> None:
         self.home[name], self.uses[name] = home, {}
-        self.readers.define(name, tensor)
+        self.readers.define(name, tensor, self.capture.same.get(leaf, leaf))
         if kind := sparse(tensor):
             self.sparse[name] = kind
-        if written:
+        if leaf in self.capture.written:
             self.written.add(name)
         shape = tuple(tensor.shape) if constant else self.capture.sizes.shape(tensor)
         self.specs[name] = TensorSpec(shape, tensor.dtype, tensor.requires_grad)
@@ -453,6 +457,15 @@ class _Analysis:
         segment.inputs.append(name)
 
 
+def _kept(node: fx.Node, capture: Capture) -> fx.Node:
+    """What a conversion is called on, if it gives that very tensor, whatever it is like in the step; else the node."""
+    first = node.args[0] if node.op == "call_method" and node.target in _CONVERSIONS and node.args else None
+    strides = any(isinstance(arg, torch.memory_format) for arg in (*node.args, *node.kwargs.values()))
+    if not isinstance(first, fx.Node) or strides or (node, 0) not in capture.same:
+        return node
+    return first if capture.values[first] is capture.values[node] else node
+
+
 def _reader(name: str, segment: Segment) -> str:
     """Who uses a value in a segment, for people."""
     reads = [step for step in segment.instructions if name in names_in((step.args, step.kwargs))]
@@ -469,6 +482,7 @@ def _given(node: fx.Node, values: Mapping[fx.Node, Any], expression: Mapping[fx.
     return {number: ref for number, ref in found.items() if isinstance(ref, Ref) and number not in own}
 
 
+_CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type_as"])
 _VALUES = (bool, int, float)
 """Of Python: unlike tensors and symbols, not known by their identity."""
 _GIVES_NONE = "have it return what it has written, or have a part do it that lies at one worker"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from .graph import Shared, TransferGraph, Value
 from .readers import Key
@@ -27,12 +27,18 @@ def put_in_order(graph: TransferGraph, reads: Mapping[Key, Reads]) -> None:
 
 
 class Order:
-    """``reads`` of all values and parameters, ``home`` of all values, ``known``: the parameters that are values, by ``id``."""
+    """``reads`` of all values and parameters, ``home`` of all values, ``known``: the parameters that are values, by ``id``;
+    ``names``: of each tensor."""
 
     def __init__(
-        self, graph: TransferGraph, reads: Mapping[Key, Reads], home: Mapping[str, Where], known: Mapping[int, str]
+        self,
+        graph: TransferGraph,
+        reads: Mapping[Key, Reads],
+        home: Mapping[str, Where],
+        known: Mapping[int, str],
+        names: Collection[Sequence[str]],
     ) -> None:
-        self.graph, self.reads, self.home, self.known = graph, reads, home, known
+        self.graph, self.reads, self.home, self.known, self.names = graph, reads, home, known, names
         self.number = {(s.worker, s.level): s.number for s in graph.segments}
         self.backward = {(s.worker, s.level) for s in graph.segments if s.backward}
 
@@ -44,12 +50,29 @@ class Order:
         for name, value in self.graph.values.items():
             if value.order and name in self.reads and name not in attributes and not self._is_exact(value):
                 self._note(name, name, through, found)
+        self._mixed()
         for key, path in parameters.items():
             if key in self.reads:
                 crossing = self.graph.values.get(self.known.get(key, ""))
                 if not self._parameter(key, path, crossing):
                     self._note(key if crossing is None else crossing.name, path, through, found)
         return found
+
+    def _mixed(self) -> None:
+        """Tensors with several names: what workers give by one of them comes as a sum, and must come first."""
+        for name, others in self._others():
+            value, home = self.graph.values.get(name), self.home[name][0]
+            if value is None or name not in self.reads:
+                continue
+            given = [r for r in self.reads[name].reads if r.where in self.backward and (value.carried or r.where[0] != home)]
+            here = [other for other in others if other in self.reads and self.home[other][0] == home]
+            last = max((read.position for other in here for read in self.reads[other].reads), default=-1)
+            if sum(read.terms for read in given) > 1 and last > min(read.position for read in given):
+                self.graph.reordered.append(name)
+
+    def _others(self) -> Iterator[tuple[str, list[str]]]:
+        for names in self.names:
+            yield from ((name, [other for other in names if other != name]) for name in (names if len(names) > 1 else ()))
 
     def _note(self, key: Key, name: str, through: Set[Key], found: set[Key]) -> None:
         found.add(key)

@@ -26,11 +26,14 @@ class Readers:
         self.known: dict[int, str] = {}
         self.position = 0
         self._capture = capture
+        self.names: dict[Any, list[str]] = {}
+        """Of each tensor: several where an operation gives what it is given."""
         self._fakes: dict[str, torch.Tensor] = {}
 
-    def define(self, name: str, tensor: torch.Tensor) -> None:
-        """``tensor``: the value without data."""
+    def define(self, name: str, tensor: torch.Tensor, which: Any) -> None:
+        """``tensor``: the value without data; ``which``: the same for all names of it."""
         self._fakes[name] = tensor
+        self.names.setdefault(which, []).append(name)
 
     def outputs(self, arguments: Any) -> dict[Key, int]:
         """As ``terms``, of the model's result: what is computed from that is not known."""

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..guards.content import Content, foreign
+from ..guards.opaque import custom_functions
 from ..guards.roots import Root
 from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
@@ -108,6 +109,8 @@ class Capture:
     terms: Terms = field(default_factory=dict)
     """See ``TermCount``. An operation that is not in it adds any number of terms."""
     parameters: dict[int, str] = field(default_factory=dict)
+    same: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = field(default_factory=dict)
+    """Of each leaf that is the very tensor which another node has given before, unchanged since: where that was."""
     aliases: list[tuple[int, int, bool]] = field(default_factory=list)
     """Of one call: see ``writes.aliases``."""
 
@@ -289,6 +292,7 @@ def propagate(
         draws=propagator.draws(),
         terms=counted.terms,
         parameters=counted.parameters,
+        same=propagator.same(),
     )
 
 
@@ -334,37 +338,6 @@ def sets_attribute(where: str, name: str) -> Changes:
         f"the forward of {where} sets its attribute {name!r}, which a trace would do once and for all",
         hint="keep what changes inside of a part that lies at one worker",
     )
-
-
-@contextlib.contextmanager
-def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see
-    the function, not the operations of its forward. A program may have looked ``apply`` up before (``f =
-    SomeFunction.apply``), so it is what that calls which is exchanged."""
-    thread, base = threading.get_ident(), torch.autograd.function._SingleLevelFunction
-    original = torch.autograd.Function.__dict__["apply"]
-    handled = False
-
-    @classmethod  # type: ignore[misc]
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal handled
-        if threading.get_ident() != thread or handled:
-            return super(base, cls).apply(*args, **kwargs)
-        if cls.__module__ == "torch.utils.checkpoint":
-            raise NotSupported(
-                "checkpoint(..., use_reentrant=True) calls a function once more in the backward, a trace does not"
-            )
-        handled = True
-        try:
-            return handle(original.__get__(None, cls), args, kwargs)
-        finally:
-            handled = False
-
-    base.apply = apply  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del base.apply  # type: ignore[attr-defined]
 
 
 def _proxy_of(apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -515,6 +488,12 @@ class Propagator(fx.Interpreter):
         """See ``Capture``."""
         known = {(node, at): self.allocations.of(tensor) for node, at, tensor, _ in self._versions}
         return {where: site for where, site in known.items() if site is not None}
+
+    def same(self) -> dict[tuple[fx.Node, int], tuple[fx.Node, int]]:
+        """See ``Capture``."""
+        first: dict[tuple[int, int], tuple[fx.Node, int]] = {}
+        found = {(n, at): first.setdefault((id(tensor), version), (n, at)) for n, at, tensor, version in self._versions}
+        return {where: before for where, before in found.items() if where != before}
 
     def draws(self) -> frozenset[fx.Node]:
         """See ``Capture``."""

@@ -23,12 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
-from ..guards.opaque import no_opaque_calls
+from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
     Join,
     TensorSpec,
-    custom_functions,
     first_line,
     mode_of,
     propagate,

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
-from ..guards.opaque import no_opaque_calls
+from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
     Join,
@@ -30,7 +30,6 @@ from .capture import (
     Untraceable,
     annotate,
     changes_input,
-    custom_functions,
     mode_of,
     propagate,
     quiet,

@@ -358,3 +358,40 @@ def outside() -> None:
 def test_sums_of_tensors_that_others_read_too_are_named():
     drive(calls, 3)
     drive(outside, 3)
+
+
+class Names(nn.Module):
+    """Reads a tensor, and what an operation gives that leaves it as it is."""
+
+    def __init__(self, how: str, early: bool) -> None:
+        super().__init__()
+        self.how, self.early = how, early
+        self.enter, self.part, self.leaves = nn.Linear(SIZE, SIZE), Often(2), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = torch.tanh(self.enter(x))
+        before = torch.cos(one) if self.early else self.part(one)
+        other = self.leaves(one) if self.how == "module" else one.to(torch.float32)
+        return before + (self.part(other) if self.early else torch.sin(other) * other.cos())
+
+
+def names() -> None:
+    for how in ("conversion", "module"):
+        for early in (False, True):
+            torch.manual_seed(3)
+            net = Names(how, early)
+            twin = copy.deepcopy(net)
+            model = wrap(net, {"part": "worker1"}, timeout=20.0)
+            differs = False
+            for _ in range(3):
+                x = torch.randn(4, SIZE)
+                for each in (model, twin):
+                    each(x).pow(2).sum().backward()
+                differs |= bool(check(model, twin, ""))
+            assert model.captured.startswith("fx") and not far(model, twin)
+            assert differs == bool(model.counters()["sums_reordered"]) == (how == "module" and not early), (how, early)
+            model.close()
+
+
+def test_a_tensor_that_has_two_names():
+    drive(names, 2)
