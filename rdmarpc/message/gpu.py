@@ -116,6 +116,8 @@ class Gpus:
         """See ``pickle``: ``__reduce__``. Adds to ``parcel`` what goes directly. Raises ``RuntimeError`` where the maps do not
         let it go."""
         _not_captured()
+        tensor = tensor.clone() if tensor._is_zerotensor() else tensor  # which has no memory
+        layout.check_held(tensor, layout.span(tensor.shape, tensor.stride()) * tensor.itemsize)
         target = self.targets.find(parcel.worker, tensor.device, parcel.reply)
         self.streams.use(tensor.device.index)
         if target.type != "cpu":

@@ -68,7 +68,7 @@ _decoded: dict[bytes, Description] = {}
 def travels(tensor: torch.Tensor) -> bool:
     """Whether a tensor goes out of band as it is: dense, on the CPU, neither nested nor quantised, with memory of its own."""
     dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.dtype not in _QUANTISED
-    return dense and bare(tensor)
+    return dense and bare(tensor) and not tensor._is_zerotensor()
 
 
 def bare(tensor: torch.Tensor) -> bool:
@@ -76,6 +76,15 @@ def bare(tensor: torch.Tensor) -> bool:
     if is_functorch_wrapped_tensor(tensor):
         return False
     return forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None
+
+
+def check_held(tensor: torch.Tensor, nbytes: int) -> None:
+    """Raise ``RuntimeError`` if a tensor's storage ends before the ``nbytes`` from its first to its last element: it was shrunk
+    since, as sharded training does between uses. Other memory would go in its place."""
+    held = tensor.untyped_storage().nbytes()
+    if nbytes and held < tensor.storage_offset() * tensor.itemsize + nbytes:
+        what = f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
+        raise RuntimeError(f"{what} has no data to send: its storage was resized to {held} bytes")
 
 
 def outline(tensor: torch.Tensor) -> Outline:
@@ -217,4 +226,7 @@ def lone(tensor: torch.Tensor) -> Outline | None:
         if tensor.dtype in _QUANTISED:
             return None
         found = _outline(*key)
-    return found if found.lone and not tensor.is_neg() and bare(tensor) else None
+    if not (found.lone and not tensor.is_neg() and bare(tensor)) or tensor._is_zerotensor():
+        return None
+    check_held(tensor, found.nbytes)
+    return found

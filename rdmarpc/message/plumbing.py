@@ -50,7 +50,16 @@ _VALUES = {
     "rdmarpc.ground.worker_info": ("WorkerInfo",),
     "rdmarpc.message.incoming": ("in_parts", "landed", "landed_on_gpu"),
     "rdmarpc.message.gpu": ("_from_host",),
-    "rdmarpc.message.reducers": ("_coo", "_compressed", "_parameter", "_quantised", "_storage", "_subclass", "_typed_storage"),
+    "rdmarpc.message.reducers": (
+        "_coo",
+        "_compressed",
+        "_parameter",
+        "_quantised",
+        "_storage",
+        "_subclass",
+        "_typed_storage",
+        "_zeros",
+    ),
     "rdmarpc.references.handle": ("_receive",),
     "rdmarpc.nn": ("_receive",),
 }

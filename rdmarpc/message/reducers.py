@@ -39,6 +39,8 @@ def reduce_tensor(value: torch.Tensor) -> Any:
         return _compressed, (outer(plain), inner(plain), plain.values(), plain.shape, value.layout, value.requires_grad)
     if value.is_quantized:
         return _reduce_quantised(value)
+    if value._is_zerotensor() and value.device.type == "cpu":
+        return _zeros, (value.shape, value.stride(), value.dtype, value.requires_grad)
     if value.layout is torch.strided:
         return NotImplemented  # meta, nested: torch's own way
     raise RuntimeError(f"tensors of layout {value.layout} cannot travel; call .to_dense() before sending one")
@@ -53,6 +55,11 @@ def _check_bare(value: torch.Tensor) -> None:
         raise RuntimeError(
             "tensors with a tangent (torch.autograd.forward_ad) cannot travel: it would be lost; send unpack_dual(x).primal"
         )
+
+
+def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    """In place of a tensor that is known to be zero, and has no memory. What arrives can be written to."""
+    return torch.empty_strided(shape, strides, dtype=dtype).zero_().requires_grad_(requires_grad)
 
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
@@ -107,6 +114,12 @@ def reduce_subclass(value: torch.Tensor) -> Any:
         if not travels(plain) and (gpu.current is None or not gpu.current.takes(plain)):
             return NotImplemented
         return _subclass, (kind, plain, value.requires_grad, torch._utils._get_obj_state(value))
+
+
+def own_way(value: torch.Tensor) -> Any:
+    """What the class of a tensor says itself of how it is pickled, if that can be called from here; else ``NotImplemented``."""
+    reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return reduced if type(reduced) is tuple and len(reduced) == 2 else NotImplemented
 
 
 def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:

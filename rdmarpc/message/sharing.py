@@ -70,9 +70,9 @@ def _plan_storage(tensors: list[torch.Tensor], members: list[int], places: dict[
             views[key].members.append(index)
             continue
         low = int(tensor.storage_offset()) * tensor.itemsize
-        elements = layout.span(tensor.shape, tensor.stride())
-        alone = layout.outline(tensor).nbytes
-        views[key] = _View(low, low + elements * tensor.itemsize, alone, [index])
+        nbytes = layout.span(tensor.shape, tensor.stride()) * tensor.itemsize
+        layout.check_held(tensor, nbytes)
+        views[key] = _View(low, low + nbytes, layout.outline(tensor).nbytes, [index])
     distinct = sorted(views.values(), key=lambda view: view.low)
     if not _together(tensors, distinct, places):
         for cluster in _clusters(distinct):

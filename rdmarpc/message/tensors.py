@@ -186,6 +186,7 @@ def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.
         what = Description(tensor.dtype, tuple(tensor.shape), kept, offset, tensor.requires_grad, flips, nbytes, False)
         return place.run, layout.encode(what), nbytes
     known = layout.outline(tensor)
+    layout.check_held(tensor, layout.span(tensor.shape, tensor.stride()) * tensor.itemsize)
     text = known.text
     if flips:
         text = layout.encode(layout.decode(text)._replace(flips=flips, plain=False))
