@@ -31,7 +31,7 @@ class Proxy:
         return partial(_invoke, self._form, name)
 
 
-def _invoke(form: Callable[[str, Any, Any], Any], name: str, *args: Any, **kwargs: Any) -> Any:
+def _invoke(form: Callable[[str, Any, Any], Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     return form(name, args, kwargs)
 
 

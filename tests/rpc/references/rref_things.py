@@ -76,6 +76,9 @@ class Thing:
     def itself(self):
         return rpc.RRef(self)
 
+    def named(self, name, form, timeout=0.0, **others):
+        return name, form, timeout, others
+
     @staticmethod
     def double(number):
         return 2 * number

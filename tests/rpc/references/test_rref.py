@@ -34,6 +34,24 @@ from rdmarpc.calls.pending import Pending
 from rdmarpc.ground.futures import Value
 from rdmarpc.transport.words import kernels
 
+# -- calls
+
+
+def keywords(rank):
+    if rank == 0:
+        given = {"name": "x", "form": 2, "timeout": 3, "rref": 4, "func_name": 5, "args": 6, "kwargs": 7}
+        wanted = "x", 2, 3, {"rref": 4, "func_name": 5, "args": 6, "kwargs": 7}
+        for owner in ("worker0", "worker1"):
+            thing = rpc.remote(owner, Thing)
+            assert thing.rpc_sync().named(**given) == thing.rpc_async().named(**given).wait() == wanted
+            assert thing.remote().named(**given).to_here() == wanted
+    rpc.shutdown()
+
+
+def test_arguments_of_methods_may_have_any_name():
+    results(run_group(keywords))
+
+
 # -- sharing
 
 DELETED = 100
