@@ -47,6 +47,8 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     if scheme == "slurm":
         task = slurm.this_task(method)
         rank, world_size, method = task.rank, task.world_size, task.init_method
+    if scheme == "file" and not os.path.isdir(folder := os.path.dirname(urlparse(method).path) or "."):
+        raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
     limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
     # As torchrun leaves it: everything is in the environment.
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ

@@ -373,6 +373,8 @@ def without_a_rank(meeting):
         meeting.join(name="x", rank=-1, init_method="env://")
     with pytest.raises(RuntimeError, match="No rendezvous handler for foo://"):
         meeting.join(init_method="foo://x")
+    with pytest.raises(RuntimeError, match="names a file in /not/here, and there is no such folder"):
+        meeting.join(init_method="file:///not/here/store", rpc_timeout=0, world_size=2)
 
 
 def test_a_rank_is_needed():
