@@ -91,8 +91,7 @@ class TcpChannel(Channel):
         super().__init__(device)
         self._io = io
         host, port = sock.getpeername()[:2]
-        self.sock = sock
-        self.peer, self.peer_hello = f"{host}:{port}", hello
+        self.sock, self.peer_hello = sock, hello
         self.peer_uid, self.peer_epoch = identity
         self._gone = threading.Event()  # set when the socket is closed
         # One record more than the notifications: the answers, as many as the last post that was answered.
@@ -102,13 +101,22 @@ class TcpChannel(Channel):
         self._silence = 0.0
         self.access = Access(device, self)
         self.outbox = Outbox(sock, io.watch)
-        self._posts = Posts(self.outbox, records, self._inbox + MAX_NOTIFY * RECORD_BYTES, device.bells, self.peer)
-        self.reader = Reader(sock, self.peer, self.access, self.outbox, self._posts, records=self._inbox, bells=device.bells)
+        answers = self._inbox + MAX_NOTIFY * RECORD_BYTES
+        self._posts = Posts(self.outbox, records, answers, device.bells, f"{host}:{port}")
+        self.reader = Reader(sock, self.access, self.outbox, self._posts, records=self._inbox, bells=device.bells)
 
         self._reading = threading.Lock()
         """Held by the thread that reads the stream while it waits."""
         self._reads_until = 0.0
         self._posts.hear = self.hear_until
+
+    @property
+    def peer(self) -> str:
+        return self._posts.peer
+
+    @peer.setter
+    def peer(self, name: str) -> None:
+        self._posts.peer = name
 
     def lend(self, tensor: torch.Tensor) -> RemoteRegion:
         """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""

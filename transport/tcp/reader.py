@@ -44,15 +44,12 @@ class Reader:
     """Reads the stream of one channel, on the I/O thread, or by ``hear`` on one that waits. It holds ``lock`` while it handles
     frames. A thread that needs both locks takes ``lock`` before the outbox's; no thread holds either of them while it waits."""
 
-    def __init__(
-        self, sock: socket.socket, peer: str, access: Access, outbox: Outbox, posts: Posts, *, records: int, bells: int
-    ) -> None:
+    def __init__(self, sock: socket.socket, access: Access, outbox: Outbox, posts: Posts, *, records: int, bells: int) -> None:
         """``records``: address of the notification records."""
         self.lock = threading.RLock()
         self.heard = True
         """Whether bytes have come since this was last set to false."""
-        self._sock, self._peer = sock, peer
-        self._access, self._outbox, self._posts = access, outbox, posts
+        self._sock, self._access, self._outbox, self._posts = sock, access, outbox, posts
         self._records, self._bells = records, bells
         self._scratch = memoryview(bytearray(64 << 10))
         self._hearing = Hearing(sock.fileno(), records, bells, outbox.owed)
@@ -83,14 +80,14 @@ class Reader:
                     self.heard = True
                     if got == 0:
                         why = "the peer's process ended, or it aborted"
-                        return failure(self._sock) or PeerLost(why, peer=self._peer, device="tcp", status="EOF")
+                        return failure(self._sock) or PeerLost(why, peer=self._posts.peer, device="tcp", status="EOF")
                     room -= got
                     if got < wanted:
                         break
             except BlockingIOError:
                 pass
             except OSError as error:
-                broken = PeerLost(f"the connection broke: {error}", peer=self._peer, device="tcp", status="BROKEN")
+                broken = PeerLost(f"the connection broke: {error}", peer=self._posts.peer, device="tcp", status="BROKEN")
                 return failure(self._sock) or broken
             except RdmaError as error:
                 return error
@@ -200,10 +197,10 @@ class Reader:
         elif op == ACK or (op == DATA and flags & LAST):
             self._posts.answer(seq)
         elif op == REFUSED:
-            self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._peer))
+            self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer))
         elif op == BYE:
             status, why = goodbye(index)
-            raise PeerLost(why, peer=self._peer, device="tcp", status=status)
+            raise PeerLost(why, peer=self._posts.peer, device="tcp", status=status)
 
     def _end_post(self, flags: int, seq: int) -> None:
         if self._refusal:
@@ -228,7 +225,7 @@ class Reader:
             self._outbox.send([HEADER.pack(op, flags, index, 0, seq, 0, 0, 0, nbytes), *parts], region=region)
 
     def _malformed(self, what: str) -> PeerLost:
-        return PeerLost(f"the peer sent {what}", peer=self._peer, device="tcp", status="PROTOCOL")
+        return PeerLost(f"the peer sent {what}", peer=self._posts.peer, device="tcp", status="PROTOCOL")
 
     def revoke(self, region: int) -> None:
         """Stop a copy into a region of ours. Its memory is not written after the return. Call it with ``lock`` held."""

@@ -63,8 +63,17 @@ class Watching(Protocol):
     def wake(self) -> None: ...
 
 
+def _peer_of(channel: VerbsChannel) -> str:
+    return channel.stream.peer
+
+
+def _call_peer(channel: VerbsChannel, name: str) -> None:
+    channel.stream.peer = channel.lane.peer = channel.places.peer = name
+
+
 class VerbsChannel(Channel):
     device: Device
+    peer = property(_peer_of, _call_peer)
     registered_only = True
 
     def __init__(
@@ -79,7 +88,7 @@ class VerbsChannel(Channel):
     ) -> None:
         super().__init__(device)
         self._owner, self._watch, self.local, self.stream = owner, watch, local, stream
-        self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, b"", peer.uid, peer.epoch
+        self.peer_hello, self.peer_uid, self.peer_epoch = b"", peer.uid, peer.epoch
         self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
         self.known = False
         """Whether the user of the device knows this channel, and so has to be told when it is lost."""

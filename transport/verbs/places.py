@@ -30,14 +30,14 @@ class Places:
 
     def __init__(self, peer: str, identity: tuple[int, int], questions: Questions, send: Callable[[int, int], None]) -> None:
         """``identity``: the peer's uid and epoch. ``send(kind, number)`` sends a control message."""
-        self._peer, self._identity = peer, identity
+        self.peer, self._identity = peer, identity
         self._questions, self._send = questions, send
         self.known: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
         self._foreign: dict[int, weakref.WeakSet[User]] = {}  # regions that may go, and what was prepared for them
         self._lock = threading.Lock()
 
     def refusal(self, why: str) -> RemoteAccessError:
-        return RemoteAccessError(why, peer=self._peer, device="verbs", status="REM_ACCESS_ERR")
+        return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
 
     def resolve(self, remote: RemoteRegion, asking: Asking, *, write: bool) -> Place:
         """The place of a remote range. If the peer has not announced its region yet, the call asks for it over ``asking``, our

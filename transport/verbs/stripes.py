@@ -178,12 +178,21 @@ class StripedChannel(Channel):
     def __init__(self, device: StripedDevice, rails: Sequence[VerbsChannel], hello: bytes) -> None:
         super().__init__(device)
         self.rails, self.peer_hello, self.peer_key = rails, hello, rails[0].peer_key
-        self.peer, self.port = rails[0].peer, rails[0].port
+        self.port = rails[0].port
         self._device = device
         self._owed: queue.SimpleQueue[tuple[Sequence[Work], int] | None] = queue.SimpleQueue()
         self._told = threading.Condition()
         self._unannounced = 0
         self._announcer: threading.Thread | None = None
+
+    @property
+    def peer(self) -> str:
+        return self.rails[0].peer
+
+    @peer.setter
+    def peer(self, name: str) -> None:
+        for rail in self.rails:
+            rail.peer = name
 
     def own(self, pool: Pool) -> None:
         for channel in (self, *self.rails):  # those that are connected already are told as it grows

@@ -63,6 +63,18 @@ def test_the_error_of_a_channel_holds_no_frames_however_often_it_is_raised(pair:
         assert isinstance(channel.error, PeerLost) and frames(channel.error) == 0
 
 
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_the_error_of_a_channel_names_the_peer_as_its_user_does(pair: Pair, how: str) -> None:
+    ours, remote = filled(pair.a, 100, C), pair.remote(filled(pair.b, 100, S))
+    pair.ab.peer = "somebody"
+    getattr(pair.ba, how)()
+    with pytest.raises(PeerLost, match="peer=somebody"):
+        pair.ab.expect(1).wait(T)
+    with pytest.raises(PeerLost, match="peer=somebody"):
+        pair.ab.memcpy(remote, ours)
+    assert pair.ab.peer == "somebody"
+
+
 def test_what_is_heard_after_close_is_no_error(pair: Pair, kind: str) -> None:
     """By the thread that hears the peers, and had just found that something came."""
     pair.ab.close()
