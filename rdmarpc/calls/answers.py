@@ -98,6 +98,8 @@ class Answers:
         tensors = self._tensors(pending, frame, table, data, fetch) if frame.tensors or flags & (READS | BULK) else []
         if not frame.tensors:
             pending.link.grants.expect_result(pending.key, ())
+        if head.message:
+            _attach(pending, head.message, tensors)  # before it is unpickled, which may compute with them
         parts: list[torch.Tensor] = []
         if flags & FLAT:
             value = serialize.load_flat_one(payload, tensors)
@@ -107,7 +109,7 @@ class Answers:
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
         if head.message:
-            _attach(pending, head.message, [*tensors, *parts])
+            _attach(pending, head.message + 1, parts)
         return value
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:

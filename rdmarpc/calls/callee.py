@@ -318,10 +318,13 @@ class Callee:
         tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
         parts: list[torch.Tensor] = []
         kwargs: dict[str, Any] = {}
-        references = answering.references
+        references, context = answering.references, answering.context if head.message else None
+        if frame.flags & LONE:
+            tensors = [unpack_lone(table, data)]
+        if context is not None:
+            context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
             if frame.flags & LONE:
-                tensors = [unpack_lone(table, data)]
                 function, args = self._function(function_of(frame)), tuple(tensors)
             elif frame.flags & FLAT:
                 args = serialize.load_flat(payload, tensors)
@@ -333,8 +336,8 @@ class Callee:
                 function, args, kwargs = serialize.loads(payload, tensors, references, parts)
         except (AttributeError, ImportError) as error:
             raise errors.unknown_name(error) from error
-        if head.message and answering.context is not None:
-            answering.context.attach(link.worker, head.message, [*tensors, *parts])
+        if context is not None:
+            context.attach(link.worker, head.message + 1, parts)
         return function, args, kwargs
 
     def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytearray) -> list[torch.Tensor]:
@@ -414,7 +417,7 @@ class Callee:
                 payload, out, carried, flat = self._pack(answering, answer)
                 flags |= flat | (READS if out.lent else 0)
                 if context is not None:
-                    message = context.send(link.worker, carried)
+                    message = context.send(link.worker, *carried)
                 del carried
             result = None
             grant, places = self.promises.give(link, sizes) if sizes else (0, b"")
@@ -438,9 +441,11 @@ class Callee:
             answering.rref = None
             self._fail(answering, errors.unsendable(error))
 
-    def _pack(self, answering: Answering, answer: list[Any]) -> tuple[bytes, Outgoing, list[torch.Tensor], int]:
-        """The result in ``answer``, which alone holds it, as it is sent: payload, tensors, those that may require grad, and
-        ``FLAT`` or 0."""
+    def _pack(
+        self, answering: Answering, answer: list[Any]
+    ) -> tuple[bytes, Outgoing, tuple[list[torch.Tensor], list[torch.Tensor]], int]:
+        """The result in ``answer``, which alone holds it, as it is sent: payload, tensors, those that may require grad (the
+        dense ones, and those that travel in parts), and ``FLAT`` or 0."""
         link, result, flags = answering.link, answer.pop(), 0
         tensors: list[torch.Tensor] | None
         parts: list[torch.Tensor] = []
@@ -456,7 +461,7 @@ class Callee:
             payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
         if tensors:
             out = pack(describe_all(tensors, self.device), self.device, link.channel, answering.places, self.memory)
-        return payload, out, [*(tensors or ()), *parts], flags
+        return payload, out, (tensors or [], parts), flags
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """Hand over a result that nobody here needs, where it lies. Returns ``NOTHING`` if it has to be copied after all."""

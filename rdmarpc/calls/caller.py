@@ -175,8 +175,8 @@ class Caller:
         """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error, and so is a
         deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
         if context is not None:
-            views: dict[int, torch.Tensor] = {}
-            args, kwargs = unbound(args, views), unbound(kwargs, views)
+            made: dict[int, Any] = {}
+            args, kwargs = unbound(args, made), unbound(kwargs, made)
         name, label, payload, flags, tensors, parts, lone = _pickle(link.worker, function, args, kwargs, flags)
         call = next(self._calls)
         pending = Pending(self, link, call, timeout)
@@ -196,7 +196,7 @@ class Caller:
                 number, message = NO_CONTEXT, 0
                 if context is not None:
                     pending.context, number = context, context.number
-                    message = context.send(link.worker, args if lone is not None else [*(tensors or ()), *parts])
+                    message = context.send(link.worker, args if lone is not None else tensors or (), parts)
                 payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
                 flags |= HEAD
             if future:

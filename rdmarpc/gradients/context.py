@@ -71,18 +71,20 @@ class Context:
         self.lock = threading.Lock()
         self._messages, self._tell = messages, tell
 
-    def send(self, to: int, tensors: Iterable[torch.Tensor]) -> int:
-        """Note the tensors of a message to worker number ``to``. Returns the message's number; 0 if none of them needs a
-        gradient."""
+    def send(self, to: int, tensors: Iterable[torch.Tensor], parts: Iterable[torch.Tensor] = ()) -> int:
+        """Note the tensors of a message to worker number ``to``; ``parts``: those that travel in parts. Returns the message's
+        number, which is even, and that of its parts is one more; 0 if none of them needs a gradient."""
         self.workers.add(to)
         if self.ended:
             self._tell(to, self.number)  # it ended a moment ago, perhaps before ``to`` was entered: so ``to`` is told here
             return 0
-        left = sent(to, tensors)
-        if left is None:
+        whole, apart = sent(to, tensors), sent(to, parts)
+        if whole is None and apart is None:
             return 0
         message = next(self._messages)
-        self.sent[message] = left
+        for number, left in ((message, whole), (message + 1, apart)):
+            if left is not None:
+                self.sent[number] = left
         return message
 
     def attach(self, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
@@ -215,7 +217,7 @@ class Contexts:
         self._gone: set[int] = set()
         """Numbers of the workers that are lost."""
         self._count = itertools.count(me << WORKER_SHIFT)
-        self._messages = itertools.count(1)
+        self._messages = itertools.count(2, 2)
         self._past = _Recent()
         self._said: dict[int, _Recent] = {}
         """For each worker the contexts that it said are over, but has no right to end for others."""

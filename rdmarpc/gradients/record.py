@@ -2,8 +2,9 @@
 
 A message that takes tensors along which require grad has a number, drawn by its sender. There it is a ``Sent``: the gradient
 edges of these tensors. At the receiver it is a node of the local graph, ``ReceivedBackward``, whose outputs are the tensors
-that came; what the engine brings to it belongs to the sender. Both ends list the tensors in one order: the dense ones as they
-stand in the message, each object once, then those that travel in parts (sparse ones, subclasses).
+that came; what the engine brings to it belongs to the sender. Both ends list the tensors in one order, as they stand in the
+message, each object once. Those that travel in parts (sparse ones, subclasses) have a number and a node of their own: they are
+made when the message is unpickled, and that may compute with the dense ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _PARAMETER = torch.nn.Parameter
+_CONTAINERS = (tuple, list, dict)
 
 
 class Sent(NamedTuple):
@@ -78,7 +80,7 @@ class Received(torch.autograd.Function):
             raise RuntimeError(
                 "a tensor that came from another worker takes part: use rdmarpc.autograd.backward(context_id, roots)"
             )
-        engaged.run.emit(ctx.source, gradients)
+        engaged.run.emit(ctx.source, tuple([_flat(gradient) for gradient in gradients]))
         return None, None, None
 
 
@@ -106,7 +108,13 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     leaving = flagged(tensors)
     if not leaving or not torch.is_grad_enabled():
         return None
+    leaving = [_flat(tensor) for tensor in leaving]
     return Sent(to, [tensor if tensor.grad_fn is None else edge(tensor) for tensor in leaving])
+
+
+def _flat(tensor: Any) -> Any:
+    """In place of a jagged tensor its values, as which its gradient travels: its sizes are known only where it was made."""
+    return tensor.values() if tensor is not None and tensor.layout is torch.jagged else tensor
 
 
 def edge(tensor: torch.Tensor) -> GradientEdge:
@@ -123,22 +131,47 @@ def edge(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, output, over)
 
 
-def unbound(value: Any, views: dict[int, torch.Tensor]) -> Any:
+def unbound(value: Any, made: dict[int, Any]) -> Any:
     """``value`` with plain tensors of the local graph in place of its parameters (itself, or in lists, tuples and dicts): a
-    parameter that arrived would be a leaf of its own, where gradients end. Modules keep their parameters. ``views``: the
-    tensors made so far, by id of the parameter, so that a parameter that occurs twice in a message arrives as one tensor."""
+    parameter that arrived would be a leaf of its own, where gradients end. Modules keep their parameters. ``made``: what was
+    made of the parts of this message so far, by their ids, so that what occurs twice in it arrives as one object."""
+    return _unbound(value, made) if _holds_parameter(value) else value
+
+
+def _holds_parameter(value: Any) -> bool:
+    """Whether a parameter that gets gradients is in there. A list may hold itself."""
+    if not torch.is_grad_enabled():
+        return False
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        kind = type(item)
+        if kind is _PARAMETER and item.requires_grad:
+            return True
+        if kind in _CONTAINERS and id(item) not in seen:
+            seen.add(id(item))
+            left.extend(item.values() if kind is dict else item)
+    return False
+
+
+def _unbound(value: Any, made: dict[int, Any]) -> Any:
     kind = type(value)
-    if kind is _PARAMETER:
-        if not value.requires_grad or not torch.is_grad_enabled():
-            return value
-        view = views.get(id(value))
-        if view is None:
-            view = views[id(value)] = value.view_as(value)
-        return view
-    if kind is tuple or kind is list:
-        made = [unbound(item, views) for item in value]
-        return value if all(new is old for new, old in zip(made, value)) else kind(made)
-    if kind is dict:
-        changed = {key: unbound(item, views) for key, item in value.items()}
-        return value if all(changed[key] is item for key, item in value.items()) else changed
-    return value
+    if kind is _PARAMETER and value.requires_grad and id(value) not in made:
+        made[id(value)] = value.view_as(value)
+    if kind not in _CONTAINERS or id(value) in made:
+        return made.get(id(value), value)
+    copy: Any = value
+    if kind is tuple:
+        copy = tuple([_unbound(item, made) for item in value])
+    elif kind is list:
+        copy = made[id(value)] = []
+        copy.extend([_unbound(item, made) for item in value])
+    else:
+        copy = made[id(value)] = {}
+        copy.update({key: _unbound(item, made) for key, item in value.items()})
+    if kind is tuple and id(value) in made:  # it holds a list that holds it
+        return made[id(value)]
+    old, new = (value.values(), copy.values()) if kind is dict else (value, copy)
+    made[id(value)] = value if all(one is other for one, other in zip(old, new)) else copy
+    return made[id(value)]

@@ -42,7 +42,8 @@ def landed_reference(index: int) -> Any:
 
 
 def in_parts(rebuild: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
-    """A tensor that travels in parts and requires grad."""
+    """A tensor that travels in parts and requires grad. Where its class made it of others that require grad, gradients go by
+    those."""
     made = rebuild(*args)
-    beside.parts.append(made)
+    beside.parts.append(made if made.is_leaf and made.requires_grad else torch.empty(0, requires_grad=True))
     return made

@@ -83,7 +83,10 @@ class Message:
         if kind is np.ndarray:
             return reducers.reduce_array(value)
         if isinstance(value, torch.Tensor):
-            return self._in_parts(value, reducers.reduce_subclass(value))
+            reduced = reducers.reduce_subclass(value)
+            if reduced is NotImplemented and value.requires_grad:
+                reduced = reducers.own_way(value)
+            return self._in_parts(value, reduced)
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         return NotImplemented
