@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..ground import reports
 from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
-from ..ranks.meeting import Ranks
+from ..ranks.meeting import Ranks, named
 from ..transport import PeerLost, RdmaError, TransferTimeout, timeouts
 from ..transport.gpu.driver import count, kind
 from . import calls, sparse
@@ -68,13 +68,15 @@ class Collectives(_Group):
     """The collectives. Thread-safe: calls of several threads run in the order in which they come here."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: RpcBackendOptions | None = None
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: RpcBackendOptions | None = None
     ) -> None:
-        """``options``: how the device of this process is opened, if no group has opened it yet."""
-        super().__init__(rank, size)
-        self.store, self.me, self.members_count = store, rank, size
+        """``ranks``: what torch calls the members, ``rank``: the place of this one among them. ``options``: how the device of
+        this process is opened, if no group has opened it yet."""
+        super().__init__(rank, len(ranks))
+        self.store, self.me, self.members_count = store, rank, len(ranks)
+        self._called = ranks[rank]
         limit = timeouts.above_zero(timeout.total_seconds(), _OF_GROUP)
-        self.members = Ranks(store, rank, size, limit, options)
+        self.members = Ranks(store, rank, ranks, limit, options)
         self.engine = Engine(self.members, limit)
         self.pairs = Pairs(self.members, limit)
         self.queue = Queue(f"rdmarpc-group-{rank}")
@@ -377,7 +379,7 @@ class Pairwise(Collectives):
         """As ``barrier``; ``TransferTimeout`` names all ranks that did not come within ``timeout``, in the words of torch."""
         limit = self.engine.timeout if timeout is None else timeout.total_seconds()
         if limit <= 0:
-            raise TransferTimeout(f"Rank {self.me} timed out in monitoredBarrier after 0 ms")
+            raise TransferTimeout(f"Rank {self._called} timed out in monitoredBarrier after 0 ms")
         try:
             self._submit("monitored_barrier", calls.barrier("monitored_barrier", limit), [], _Here()).wait()
         except RdmaError as error:
@@ -387,9 +389,9 @@ class Pairwise(Collectives):
     def _absent(self, every: bool, limit: float) -> str:
         """What torch says after a ``monitored_barrier`` that failed here."""
         streams = self.engine.streams
-        absent = [rank for rank in streams.lanes if streams.awaits(rank)] if streams is not None else []
+        absent = [self.members.ranks[rank] for rank in streams.lanes if streams.awaits(rank)] if streams is not None else []
         if self.me or not absent:
-            came = f"Rank {self.me} successfully reached monitoredBarrier"
+            came = f"Rank {self._called} successfully reached monitoredBarrier"
             return f"{came}, but received errors while waiting for send/recv from rank 0"
         whom = f"Ranks {', '.join(map(str, absent))}" if every else f"Rank {absent[0]}"
         return f"{whom} failed to pass monitoredBarrier in {limit * 1000:.0f} ms"
@@ -509,7 +511,7 @@ class ProcessGroup(Pairwise):
 
     def abort(self) -> None:
         """End the group here, and every call under way at any rank. Idempotent."""
-        self.engine.fail(PeerLost(f"rank {self.me} aborted the process group", status="ABORTED"))
+        self.engine.fail(PeerLost(f"rank {self._called} aborted the process group", status="ABORTED"))
         self._close()
 
     def shutdown(self) -> None:
@@ -533,11 +535,12 @@ class ProcessGroup(Pairwise):
         """Lines for people: what is under way, and who is missing."""
         engine = self.engine
         name = self.group_name or "without a name"
-        lines = [f"process group {name}: rank {self.me} of {self.members_count}, {engine.sequence} calls"]
+        who = f"of the ranks {named(self.members.ranks)}, this is rank {self._called}"
+        lines = [f"process group {name} {who}: {engine.sequence} calls"]
         if engine.error is not None:
             lines.append(f"  failed: {engine.error}")
         if engine.since:
-            lines.append(f"  {engine.signature}, call {engine.sequence}: {engine.missing()}")
+            lines.append(f"  {engine.told(engine.signature)}, call {engine.sequence}: {engine.missing()}")
         lines += [f"  {text}" for text in self.pairs.waiting()]
         return lines
 

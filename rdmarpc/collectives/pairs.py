@@ -15,9 +15,9 @@ from functools import lru_cache
 
 import torch
 
-from ..ranks.engine import Mismatch, aside
+from ..ranks.engine import aside
 from ..ranks.meeting import Ranks, has_left, look
-from ..ranks.signature import Signature
+from ..ranks.signature import Mismatch, Signature
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
@@ -50,7 +50,7 @@ class Message(Work):
 
     @property
     def describe(self) -> str:
-        peer = f"rank {self.peer}" if self.peer >= 0 else "any rank"
+        peer = f"rank {self.pairs.ranks[self.peer]}" if self.peer >= 0 else "any rank"
         return f"{self._text} {peer}({self.data.numel()} elements, {self.data.dtype}, tag {self.tag})"
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -89,7 +89,7 @@ class Pairs:
     """Thread-safe."""
 
     def __init__(self, members: Ranks, timeout: float) -> None:
-        self.rank, self.timeout, self.members = members.rank, timeout, members
+        self.rank, self.ranks, self.timeout, self.members = members.rank, members.ranks, timeout, members
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._outs: dict[int, _Way] = {}
@@ -259,8 +259,9 @@ class Pairs:
         theirs = Signature.of(head.code, 0)
         if nbytes == here and theirs.dtype is None:
             return None
+        me, other = self.ranks[self.rank], self.ranks[peer]
         return Mismatch(
-            f"rank {self.rank} receives {here} bytes of {message.data.dtype} from rank {peer}, which sends {nbytes} of "
+            f"rank {me} receives {here} bytes of {message.data.dtype} from rank {other}, which sends {nbytes} of "
             f"{theirs.dtype} (tag {head.elements})"
         )
 
@@ -304,7 +305,7 @@ class Pairs:
 
     def _look(self, way: _Way, closed: bool = False) -> None:
         """Raise the reason why this way will not move any more, if there is one."""
-        look(self.members.lanes[0], lambda: self._gone(way))
+        look(self.members.lanes[0], self.ranks, lambda: self._gone(way))
         if closed:
             time.sleep(_LOOK_S)
 
@@ -319,7 +320,7 @@ class Pairs:
         if not waits or way.streams.header(way.peer) is not None or self._taken(way):
             return None
         what = way.current.describe if way.current is not None else "a message"
-        return PeerLost(f"rank {way.peer} has left the group, and {what} needs it", peer=lane.channel.peer)
+        return PeerLost(f"rank {self.ranks[way.peer]} has left the group, and {what} needs it", peer=lane.channel.peer)
 
     def _taken(self, way: _Way) -> bool:
         return way.current is not None and not way.streams.needs(way.peer)

@@ -23,7 +23,8 @@ def _create(options: Any, backend_options: Any = None) -> Any:
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
     by_name.replace()
     compiled.leave_out()
-    return ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, backend_options)
+    ranks = options.global_ranks_in_group or range(options.group_size)  # torch names none for the group of all
+    return ProcessGroup(options.store, options.group_rank, ranks, options.timeout, backend_options)
 
 
 def _tell(groups: ModuleType) -> None:

@@ -13,16 +13,10 @@ from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
 from .meeting import LEFT, Ranks, has_left, look
-from .signature import Signature, code_of
+from .signature import Mismatch, Signature, code_of
 
 _SLICE_NS, _END_S = 20_000_000, 5.0
 _MEND = "every rank has to make the same calls in the same order, with the same types and sizes"
-
-
-class Mismatch(RdmaError):
-    """Two ranks call different things."""
-
-
 _PLANS = 512
 """So many signatures are remembered, and so many exchanges; then all are forgotten."""
 
@@ -41,6 +35,8 @@ class Engine:
 
     def __init__(self, members: Ranks, timeout: float) -> None:
         self.members, self.rank, self.size, self.timeout = members, members.rank, members.size, timeout
+        self.ranks = members.ranks
+        """What texts call the members."""
         self.streams = members.streams
         self.error: BaseException | None = None
         """Why this group is of no use any more."""
@@ -110,12 +106,13 @@ class Engine:
         """The exchange has not moved for a while: raise the reason, if there is one."""
         self.check()
         assert self.streams is not None
-        look(self.streams.lanes, self._gone, f" during {self.signature}")
+        look(self.streams.lanes, self.ranks, self._gone, f" during {self.told(self.signature)}")
         if closed:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:
+            what = f"{self.told(self.signature)}, call {self.sequence} of the group"
             raise TransferTimeout(
-                f"{self.signature}, call {self.sequence} of the group, was not done within {self.limit:g} s: {self.missing()}",
+                f"{what}, was not done within {self.limit:g} s: {self.missing()}",
                 hint="the timeout of init_process_group or new_group sets this limit",
             )
 
@@ -125,7 +122,8 @@ class Engine:
         assert streams is not None
         for rank, lane in streams.lanes.items():
             if has_left(lane) and streams.needs(rank):
-                return PeerLost(f"rank {rank} has left the group, and {self.signature} needs it", peer=lane.channel.peer)
+                what = self.told(self.signature)
+                return PeerLost(f"rank {self.ranks[rank]} has left the group, and {what} needs it", peer=lane.channel.peer)
         return None
 
     def _mismatch(self, rank: int) -> Mismatch:
@@ -134,26 +132,31 @@ class Engine:
         found = streams.header(rank)
         assert found is not None
         head, nbytes = found
-        theirs, ours = Signature.of(head.code, head.elements), self.signature
-        if (head.code, head.elements) == (self._code, ours.elements):
-            if head.sequence != self.sequence:
-                what = f"rank {self.rank} is at call {self.sequence} of the group, rank {rank} at call {head.sequence}: {ours}"
-            else:
-                what = f"in {ours} rank {self.rank} expects {streams.expected(rank)} bytes of rank {rank}, which sends {nbytes}"
-        else:
+        ours, theirs = self.told(self.signature), self.told(Signature.of(head.code, head.elements))
+        me, other = (f"rank {self.ranks[each]}" for each in (self.rank, rank))
+        if (head.code, head.elements) != (self._code, self.signature.elements):
             what = (
-                f"rank {self.rank} calls {ours} (its call {self.sequence} of the group), "
-                f"and rank {rank} calls {theirs} (its call {head.sequence})"
+                f"{me} calls {ours} (its call {self.sequence} of the group), and {other} calls {theirs} "
+                f"(its call {head.sequence})"
             )
+        elif head.sequence != self.sequence:
+            what = f"{me} is at call {self.sequence} of the group, {other} at call {head.sequence}: {ours}"
+        else:
+            what = f"in {ours} {me} expects {streams.expected(rank)} bytes of {other}, which sends {nbytes}"
         return Mismatch(what, hint=_MEND)
+
+    def told(self, signature: Signature) -> str:
+        """A call, for people."""
+        root = signature.root
+        return str(signature._replace(root=self.ranks[root]) if 0 <= root < self.size else signature)
 
     def missing(self) -> str:
         """Who the call under way waits for, for people."""
         streams = self.streams
         if streams is None:
             return "nobody is missing"
-        absent = [f"rank {rank}" for rank in streams.lanes if streams.awaits(rank)]
-        slow = [f"rank {rank}" for rank in streams.lanes if streams.full(rank)]
+        absent = [f"rank {self.ranks[rank]}" for rank in streams.lanes if streams.awaits(rank)]
+        slow = [f"rank {self.ranks[rank]}" for rank in streams.lanes if streams.full(rank)]
         parts = [f"nothing has come from {', '.join(absent)}"] if absent else []
         parts += [f"{', '.join(slow)} does not take what was sent"] if slow else []
         return "; ".join(parts) or "nobody is missing"

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from ..transport.exchange.lane import Lane
 from ..transport.exchange.streams import Streams, streams
 from . import domain as domains
 from .domain import Domain
+from .signature import Mismatch
 
 _made = itertools.count()
 _PIECES, _LEAST, _MOST = 1 << 20, 16 << 10, 128 << 10
@@ -49,21 +50,34 @@ class Member:
     token: str
     address: bytes
     pid: int
+    group: str
+    """The ranks of the group (``named``)."""
 
     def dump(self) -> str:
-        return json.dumps([self.token, self.address.decode(), self.pid])
+        return json.dumps([self.token, self.address.decode(), self.pid, self.group])
 
     @staticmethod
     def load(text: bytes) -> Member:
-        token, address, pid = json.loads(text)
-        return Member(token, address.encode(), pid)
+        token, address, pid, group = json.loads(text)
+        return Member(token, address.encode(), pid, group)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, for people: 0-3, 8."""
+    parts: list[str] = []
+    for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0]):
+        found = [rank for _, rank in run]
+        parts.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0]))
+    return ", ".join(parts)
 
 
 class Meeting:
     """The members of one group at its store. ``timeout`` in seconds."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, options: RpcBackendOptions) -> None:
-        self.rank, self.size, self.timeout, self.options = rank, size, timeout, options
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, options: RpcBackendOptions) -> None:
+        """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them."""
+        self.rank, self.size, self.timeout, self.options = rank, len(ranks), timeout, options
+        self._ranks = ranks
         self._store = store
         self._ours = not restarted_by_launcher()
         """Whether the store has nothing of earlier lives (``Lives``)."""
@@ -79,7 +93,7 @@ class Meeting:
                 found.extend(bytes(self._store.get(key)) for key in keys)
             return bool(found)
 
-        self._until(told, lambda: [f"rank {rank}" for rank, key in enumerate(keys) if not self._store.check([key])])
+        self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
         return found
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
@@ -103,7 +117,8 @@ class Meeting:
         text = error.message if isinstance(error, RdmaError) else str(error)
         with contextlib.suppress(dist.DistError):
             if self._ours and not self._store.check([_FAILED]):
-                self._store.set(_FAILED, f"rank {self.rank} could not join the group: {type(error).__name__}: {text}")
+                why = f"{type(error).__name__}: {text}"
+                self._store.set(_FAILED, f"rank {self._ranks[self.rank]} could not join the group: {why}")
 
     def domain(self) -> Domain:
         """The domain of this process. Ranks agree on what they prove themselves with. Raises ``AuthenticationError``."""
@@ -118,7 +133,7 @@ class Meeting:
         if agreed == INSECURE:
             if self.rank == 0:
                 self._store.set("secret", secrets.token_hex(32))
-            self._until(lambda: self._store.check(["secret"]), lambda: ["rank 0"])
+            self._until(lambda: self._store.check(["secret"]), lambda: [f"rank {self._ranks[0]}"])
             secret = bytes(self._store.get("secret"))
         kind = self.options.transport
         if kind == "auto" and len({each.host for each in claims}) == 1:
@@ -126,17 +141,28 @@ class Meeting:
         kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", kind)
         return domains.enter(lambda: Domain(b"" if agreed == USERS else secret, kind, self.options))
 
+    def _members(self, domain: Domain) -> list[Member]:
+        """Raises ``Mismatch`` unless this process is the one of its rank, and all make the same group."""
+        me = Member(domain.token, domain.device.address, os.getpid(), named(self._ranks))
+        members = [Member.load(text) for text in self.all("member", me.dump())]
+        mine, other = self._ranks[self.rank], members[self.rank]
+        if other.group == me.group and other != me:
+            raise Mismatch(f"two processes joined the group as rank {mine}: {me.pid} and {other.pid}")
+        for each in members:
+            if each.group != me.group:
+                raise Mismatch(f"rank {mine} makes a group of the ranks {me.group}, and another rank one of {each.group}")
+        return members
+
     def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
         """``kinds`` lanes to every other member, open."""
-        me = Member(domain.token, domain.device.address, os.getpid())
-        members = [Member.load(text) for text in self.all("member", me.dump())]
+        members = self._members(domain)
         piece = max(_LEAST, min(_MOST, (_PIECES // max(self.size - 1, 1)) // 4096 * 4096))
         depth = max(_FEWEST, min(_DEEPEST, _SLOTS // max(self.size - 1, 1) // piece))
         made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
         for rank, member in enumerate(members):
             if rank == self.rank:
                 continue
-            channel = domain.channel(member.token, member.address, f"rank {rank}", self.timeout, self.check)
+            channel = domain.channel(member.token, member.address, f"rank {self._ranks[rank]}", self.timeout, self.check)
             for lanes in made:
                 lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
@@ -147,25 +173,25 @@ class Meeting:
         return made
 
 
-def look(lanes: Mapping[int, Lane], gone: Callable[[], PeerLost | None], during: str = "") -> None:
+def look(lanes: Mapping[int, Lane], ranks: Sequence[int], gone: Callable[[], PeerLost | None], during: str = "") -> None:
     """Raise that a member was lost, or what it says went wrong; then what ``gone`` gives, if a member has left that is needed.
     A member may leave because another was lost, and be the first to know: so a leaving is looked at twice."""
-    _check(lanes, during)
+    _check(lanes, ranks, during)
     if gone() is not None:
         time.sleep(_GRACE_S)
-        _check(lanes, during)
+        _check(lanes, ranks, during)
         if (error := gone()) is not None:
             raise error
 
 
-def _check(lanes: Mapping[int, Lane], during: str) -> None:
+def _check(lanes: Mapping[int, Lane], ranks: Sequence[int], during: str) -> None:
     for rank, lane in lanes.items():
         notice, lost = lane.notice(), lane.channel.error
         if notice.startswith(ERROR):
             kind, _, text = notice[1:].partition(":")
             raise next((each for each in RdmaError.__subclasses__() if each.__name__ == kind), RdmaError)(text)
         if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
-            raise PeerLost(f"rank {rank} was lost{during}: {lost.message}", peer=lane.channel.peer)
+            raise PeerLost(f"rank {ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
 
 
 def has_left(lane: Lane) -> bool:
@@ -177,16 +203,17 @@ class Ranks:
     """A group's members as this one reaches them: lanes for collectives, and lanes for pairs."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: float, options: RpcBackendOptions | None = None
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, options: RpcBackendOptions | None = None
     ) -> None:
-        self.rank, self.size = rank, size
+        """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them."""
+        self.rank, self.size, self.ranks = rank, len(ranks), ranks
         self.domain: Domain | None = None
         self.lanes: list[dict[int, Lane]] = [{}, {}]
         self.streams: Streams | None = None
         self._told = False
-        if size == 1:
+        if self.size == 1:
             return
-        meeting = Meeting(store, rank, size, timeout, options or RpcBackendOptions())
+        meeting = Meeting(store, rank, ranks, timeout, options or RpcBackendOptions())
         try:
             self.domain = meeting.domain()
             self.lanes = meeting.lanes(self.domain, 2)
@@ -214,7 +241,7 @@ class Ranks:
         known = isinstance(error, RdmaError)
         message = error.message if isinstance(error, RdmaError) else f"{type(error).__name__}: {error}"
         if not message.startswith("rank "):
-            message = f"rank {self.rank}: {message}"
+            message = f"rank {self.ranks[self.rank]}: {message}"
         self.tell(f"{ERROR}{type(error).__name__ if known else RdmaError.__name__}:{message}")
 
     def close(self, farewell: str) -> None:

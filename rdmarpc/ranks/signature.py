@@ -7,6 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..transport import RdmaError
+
+
+class Mismatch(RdmaError):
+    """Two ranks call different things."""
+
+
 OPERATIONS = (
     "barrier",
     "all_reduce",

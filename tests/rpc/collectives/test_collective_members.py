@@ -45,6 +45,29 @@ def test_a_rank_that_cannot_join_is_named_at_once():
     results(run_group(_without_memory, 3, dynamic=True, timeout=100))
 
 
+def _named(meeting: Meeting) -> None:
+    """Rank 2 of all is rank 1 of this group."""
+    from rdmarpc.ranks.signature import Mismatch
+
+    join(meeting, 3, "named")
+    group = dist.new_group([0, 2])
+    if meeting.rank != 1:
+        words = r"rank [02] calls broadcast\(\d elements, float32, root 2\) .* and rank [02] calls broadcast"
+        with pytest.raises(Mismatch, match=words):
+            dist.broadcast(torch.ones(4 + meeting.rank), 2, group=group)
+            dist.barrier(group)
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"rank \d makes a group of the ranks 0-[12], and another rank one of 0-[12]"):
+        dist.new_group([0, 1] if meeting.rank == 0 else [0, 1, 2])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_are_named_as_torch_names_them_and_agree_on_their_group():
+    """Errors named the places of ranks in their group. Groups that were not alike ended with a ``KeyError``, or not at all."""
+    results(run_group(_named, 3, dynamic=True, timeout=100))
+
+
 def _stopped_shortly(meeting: Meeting) -> None:
     join(meeting, 3, "shortly")
     dist.barrier()
