@@ -4,8 +4,8 @@ Each peer that connects to the listener is welcomed on a thread of its own. Unti
 *unproven*. There are at most ``MAX_UNPROVEN`` of these: if one more comes, the oldest is hung up on. A peer of this job proves
 itself within a moment, so it is hardly ever the oldest; if it is, ``reach`` connects again.
 
-A handshake has one deadline. The thread that serves the device hangs up when it passes, however slowly the peer trickles; so
-everything in between may use the socket as if it had for ever.
+The proof, and the rest of a handshake, have a deadline each. The thread that serves the device hangs up when it passes, however
+slowly the peer trickles; so everything in between may use the socket as if it had for ever.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from .ended import nobody
 from .guard import Guard, hint_for
 
 Stream = TypeVar("Stream")
-HANDSHAKE_S = 5.0
-"""The seconds that an acceptor gives a peer for its whole handshake."""
+HANDSHAKE_S, SETUP_S = 5.0, 60.0
+"""The seconds that an acceptor gives a peer to prove itself, and then for the rest of its handshake. A busy machine may take
+the processor from a worker for as long as the first; how long a worker waits for us is up to that worker."""
 MAX_UNPROVEN = 128
 EXPECTED = (RdmaError, ConnectionError, TimeoutError)
 """Errors that a peer may cause as it connects. They are not reported here."""

@@ -30,7 +30,7 @@ from ..memory.mapping import mapped, memfd
 from ..peers import auth
 from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, reach
+from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
@@ -195,6 +195,7 @@ class ShmDevice(Device):
             with handshakes.limited(sock, deadline):
                 key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
             handshakes.proven(sock)
+            deadline = time.monotonic() + SETUP_S
             with _new_inbox() as (inbox, fd):
                 with handshakes.limited(sock, deadline):
                     channel = self._receive_setup(sock, inbox)

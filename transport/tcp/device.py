@@ -25,7 +25,7 @@ from ..memory.arena import Pool
 from ..peers import auth
 from ..peers.address import interface_address, routed_address, split_place
 from ..peers.guard import Guard, broken_by
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, dial, reach
+from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
 from ..peers.heartbeat import Heart
 from ..region import RemoteRegion, local_bytes
 from ..timeouts import of_socket
@@ -178,6 +178,7 @@ class TcpDevice(Device):
                     came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
                 )
             self._loop.handshakes.proven(came)
+            deadline = time.monotonic() + SETUP_S
             with self._loop.handshakes.limited(sock, deadline):
                 channel = self._receive_setup(sock)
             self.door.know(channel, channel.peer_uid, key)

@@ -33,7 +33,7 @@ from ..nic.provider import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.guard import Guard, broken_by
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, dial, reach
+from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import Region, local_bytes
@@ -277,6 +277,7 @@ class VerbsDevice(Device):
                     came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
                 )
             handshakes.proven(came)
+            deadline = time.monotonic() + SETUP_S
             with handshakes.limited(sock, deadline):
                 theirs = control.receive_setup(sock)
                 try:

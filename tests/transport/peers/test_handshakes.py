@@ -83,6 +83,17 @@ def test_a_handshake_has_one_deadline_however_slowly_the_peer_trickles(
         assert time.monotonic() - started < 15.0  # 1.5 s, and what a busy machine needs
 
 
+def test_a_worker_that_has_proven_itself_may_be_slow(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that gives it the processor seldom. It was hung up on, and its connection was lost."""
+    for module in ("shm", "tcp", "verbs") if kind == "verbs" else ("shm", "tcp"):
+        of_device = f"rdmarpc.transport.{module}.device"
+        monkeypatch.setattr(f"{of_device}.HANDSHAKE_S", 0.5)
+        monkeypatch.setattr(f"{of_device}.reach", lambda *given: (of_handshakes.reach(*given), time.sleep(1.5))[0])
+    b, a = open_device(kind), open_device(kind)
+    a.connect(b.address, timeout=T).notify(1)
+    b.accept(timeout=T).close()
+
+
 def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None:
     """The one at that address trickles."""
     device = open_device(kind)
