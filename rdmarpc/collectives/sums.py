@@ -2,7 +2,7 @@
 
 Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 and float16 through
 float32, rounded after each pair. Minima and maxima keep what is no number, as torch's do. Complex products and all other types
-are summed by torch. Bools: a sum is an or, a product an and."""
+are summed by torch. Bools: a sum is an or, a product an and. An average of integers is rounded towards zero, as NCCL's."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Sum:
         bits = name in ("band", "bor", "bxor")
         if bits and (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"{name} is for integers and bools, got {dtype}")
-        if self.average and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"an average of {dtype} is none: sum, and divide as you like")
+        if self.average and dtype is torch.bool:
+            raise ValueError("an average of bools is not defined")
         if dtype.is_complex and name in ("min", "max"):
             raise ValueError(f"{name} of complex numbers is not defined")
         plain = "sum" if self.average else name
@@ -85,7 +85,8 @@ class Sum:
     def finish(self, result: torch.Tensor, size: int) -> None:
         """What comes after the sum."""
         if self.average:
-            result.div_(size)
+            rounded = not (self.dtype.is_floating_point or self.dtype.is_complex)
+            result.div_(size, rounding_mode="trunc" if rounded else None)
 
 
 _known: dict[tuple[Any, torch.dtype], Sum] = {}

@@ -23,6 +23,8 @@ class Domain:
         """``secret``: empty for that of this user on this host."""
         self.token = secrets.token_hex(8)
         self.secret, self.kind = secret, kind
+        self.tokens: dict[int, str] = {}
+        """Of the ranks that groups have met."""
         self._channels: dict[str, Channel] = {}
         self._changed = threading.Condition()
         self.device: Device = open_device(
@@ -44,6 +46,11 @@ class Domain:
             self._channels[channel.peer_hello.decode()] = channel
             self._changed.notify_all()
         return self.token.encode()
+
+    def known(self, rank: int) -> Channel | None:
+        """The channel to a rank that a group has met."""
+        with self._changed:
+            return self._channels.get(self.tokens.get(rank, ""))
 
     def channel(self, token: str, address: bytes, name: str, timeout: float, check: Callable[[], None]) -> Channel:
         """The channel to a member. ``timeout`` in seconds. ``check`` is called while the member is waited for, and may raise.

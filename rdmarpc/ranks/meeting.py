@@ -79,6 +79,10 @@ class Meeting:
         self.rank, self.size, self.timeout, self.options = rank, len(ranks), timeout, options
         self._ranks = ranks
         self._store = store
+        known = domains.current() if dist.is_initialized() else None  # ranks of an earlier job are no ranks of this one
+        found = {place: known.known(each) for place, each in enumerate(ranks)} if known is not None else {}
+        self._channels = {place: channel for place, channel in found.items() if channel is not None}
+        """To members, as far as there are any yet."""
         self._ours = not restarted_by_launcher()
         """Whether the store has nothing of earlier lives (``Lives``)."""
 
@@ -91,10 +95,19 @@ class Meeting:
         def told() -> bool:
             if self._store.check(keys):
                 found.extend(bytes(self._store.get(key)) for key in keys)
+            else:
+                self._look(keys)
             return bool(found)
 
         self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
         return found
+
+    def _look(self, keys: Sequence[str]) -> None:
+        """Raise ``PeerLost`` if a member that has not told this yet was lost."""
+        for place, channel in self._channels.items():
+            if channel.error is not None and not self._store.check([keys[place]]):
+                text = f"rank {self._ranks[place]} was lost before it had joined the group: {channel.error.message}"
+                raise PeerLost(text, peer=channel.peer)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
         deadline, pause = time.monotonic() + self.timeout, _LOOK_S
@@ -162,7 +175,9 @@ class Meeting:
         for rank, member in enumerate(members):
             if rank == self.rank:
                 continue
-            channel = domain.channel(member.token, member.address, f"rank {self._ranks[rank]}", self.timeout, self.check)
+            called = self._ranks[rank]
+            channel = domain.channel(member.token, member.address, f"rank {called}", self.timeout, self.check)
+            domain.tokens[called], self._channels[rank] = member.token, channel
             for lanes in made:
                 lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}

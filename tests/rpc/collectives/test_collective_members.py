@@ -68,6 +68,33 @@ def test_ranks_are_named_as_torch_names_them_and_agree_on_their_group():
     results(run_group(_named, 3, dynamic=True, timeout=100))
 
 
+def _ends_before(meeting: Meeting) -> None:
+    """Rank 1 ends before it makes a group, or between two things that it tells the others of one."""
+    from rdmarpc.ranks.meeting import Meeting as Ranks
+
+    join(meeting, 3, "ends before")
+    dist.barrier()
+    if meeting.rank == 1:
+        if os.environ["TEST_END"] == "lanes":
+            Ranks.lanes = lambda *_: os._exit(3)
+            dist.new_group(timeout=LONG)
+        os._exit(3)
+    with pytest.raises(RuntimeError, match="rank 1 was lost before it had joined the group"):
+        dist.new_group(timeout=LONG)
+    meeting.say(f"named/{meeting.rank}")
+    meeting.hear("named/0", "named/2")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("end", ["before", "lanes"])
+def test_a_rank_that_ends_before_a_new_group_is_there(end: str):
+    """The others waited for it as long as the group's timeout: half an hour."""
+    outcomes = run_group(_ends_before, 3, dynamic=True, environment={"TEST_END": end}, timeout=100)
+    assert not outcomes[0].error, outcomes[0].text
+    assert not outcomes[2].error, outcomes[2].text
+    assert outcomes[1].exit_code == 3
+
+
 def _stopped_shortly(meeting: Meeting) -> None:
     join(meeting, 3, "shortly")
     dist.barrier()

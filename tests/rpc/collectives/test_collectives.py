@@ -211,6 +211,10 @@ def _kinds(rank: int, size: int) -> None:
     x = torch.tensor([rank + 1.0, 2.0])
     dist.all_reduce(x, dist.ReduceOp.AVG)
     assert torch.equal(x, torch.tensor([(size + 1) / 2, 2.0]))
+    for count in (2, 100_000):  # integers are rounded towards zero: Lightning averages counters
+        whole = torch.tensor([5, -5]).repeat(count // 2) + torch.tensor([1, -1]).repeat(count // 2) * (rank == 0)
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+        assert torch.equal(whole, torch.tensor([5, -5]).repeat(count // 2))
     z = torch.full((5,), complex(rank, 1))
     dist.all_reduce(z)
     assert torch.equal(z, torch.full((5,), complex(size * (size - 1) // 2, size)))
