@@ -161,8 +161,9 @@ class Pairs:
     # -- moving
 
     def wait_for(self, message: Message, timeout: float) -> None:
-        """Move the lanes of a message on until it is over. Raises ``TransferTimeout`` after ``timeout`` seconds (0: those of
-        the group)."""
+        """Move the lanes of a message on until it is over. Raises ``TransferTimeout`` after ``timeout`` seconds; the message
+        goes on. With 0, after those of the group: then the group has failed, because a message that still came would go to a
+        tensor that nobody waits for, and the next one of its tag to whom it was not meant for."""
         limit = timeout or self.timeout
         start = time.monotonic()
         ways = self._ways_of(message)
@@ -175,7 +176,10 @@ class Pairs:
             elif not self._move(ways) and not message.over:
                 time.sleep(_LOOK_S / 10)
             if not message.over and time.monotonic() - start > limit:
-                raise TransferTimeout(f"{message.describe} was not done within {limit:g} s")
+                error = TransferTimeout(f"{message.describe} was not done within {limit:g} s")
+                if not timeout:
+                    self.fail(error)
+                raise error
 
     def _move(self, ways: list[_Way]) -> bool:
         """Move these on as far as they go at once, unless another thread does."""
@@ -197,9 +201,12 @@ class Pairs:
                     if slice_ns:
                         self._look(way)
                     return moved
+                message = way.current  # a failure lets go of it: its memory stays for as long as it moves
+                if message is None:
+                    return moved
                 status = way.streams.advance(slice_ns)
                 if status == OK:
-                    self._done(way)
+                    self._done(way, message)
                     moved = True
                     continue
                 if status == MISMATCH:
@@ -265,9 +272,11 @@ class Pairs:
             f"{theirs.dtype} (tag {head.elements})"
         )
 
-    def _done(self, way: _Way) -> None:
-        message, way.current = way.current, None
-        assert message is not None
+    def _done(self, way: _Way, message: Message) -> None:
+        with self._lock:
+            if way.current is not message:
+                return  # a failure has ended it meanwhile
+            way.current = None
         if message.kind == _APART:
             head = way.arriving
             with self._lock:

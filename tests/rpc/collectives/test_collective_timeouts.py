@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from group import Meeting, results, run_group
 
 import rdmarpc as rpc
 
@@ -54,6 +55,43 @@ def test_waits_of_any_length():
     end.start()
     assert work.wait(timedelta(seconds=1e12))
     end.join()
+
+
+def _too_late(meeting: Meeting) -> None:
+    from rdmarpc.transport import TransferTimeout
+
+    store = dist.FileStore(f"{meeting._place}-late", -1)
+    dist.init_process_group("rdmarpc", store=store, rank=meeting.rank, world_size=2, timeout=timedelta(seconds=20))
+    group, x = dist.group.WORLD, torch.zeros(3)
+    if meeting.rank == 0:
+        work = dist.irecv(x, 1)
+        with pytest.raises(TransferTimeout, match=r"was not done within 0\.1 s"):
+            work.wait(timedelta(seconds=0.1))
+        meeting.say("waited")
+        work.wait()  # the message went on
+        assert torch.equal(x, torch.ones(3))
+        group.set_timeout(timedelta(seconds=0.2))
+        with pytest.raises(TransferTimeout, match=r"receive from rank 1\(3 elements, torch.float32, tag 0\) was not done"):
+            dist.recv(x.zero_(), 1)
+        meeting.say("given up")
+        for call in (lambda: dist.recv(torch.zeros(3), 1), dist.barrier):
+            with pytest.raises(TransferTimeout, match=r"was not done within 0\.2 s"):
+                call()
+        assert torch.equal(x, torch.zeros(3))
+    else:
+        meeting.hear("waited")
+        dist.send(torch.ones(3), 0)
+        meeting.hear("given up")
+        with pytest.raises(TransferTimeout, match="rank 0: receive from rank 1"):
+            for _ in range(1000):
+                dist.send(torch.ones(100_000), 0)
+    meeting.step("seen", 2)
+    dist.destroy_process_group()
+
+
+def test_a_message_that_comes_after_the_timeout_of_the_group_goes_nowhere():
+    """It went to the tensor that nobody waited for any more, and what was sent next to the wrong receiver."""
+    results(run_group(_too_late, 2, dynamic=True, timeout=60))
 
 
 def test_timeouts_of_rpc(tmp_path: Path):
