@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from .sums import sum_of
 from .tensors import check, check_apart, check_own, plain, split, unwrapped, writing
 
 Tensors = Sequence[torch.Tensor]
+_log = logging.getLogger("rdmarpc")
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -522,6 +524,8 @@ class ProcessGroup(Pairwise):
                     work.wait()
                 except Exception:
                     break
+            for text in (*self.engine.unseen(), *self.pairs.unseen()):
+                _log.warning("rank %s leaves process group %s: %s", self._called, self._group_name, text)
         self._close()
 
     def _close(self) -> None:

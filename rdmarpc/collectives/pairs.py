@@ -399,6 +399,17 @@ class Pairs:
                 found += [way.current.describe] if way.current is not None else []
         return found
 
+    def unseen(self) -> list[str]:
+        """Messages that nobody here has asked for. For people."""
+        if self.error is not None:
+            return []
+        with self._lock:
+            apart = [(peer, tag, data.numel()) for peer, tag, _, data in self._apart]
+        for peer, way in self._ins.items():
+            if way.current is None and (found := way.streams.header(peer)) is not None:
+                apart.append((peer, found[0].elements, found[1]))
+        return [f"a message of rank {self.ranks[peer]} ({size} bytes, tag {tag}) was not received" for peer, tag, size in apart]
+
     def close(self) -> None:
         self._closed = True
         self.fail(RdmaError("the process group was destroyed"))

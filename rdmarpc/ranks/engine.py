@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
-from .meeting import LEFT, Ranks, has_left, look
+from .meeting import ERROR, LEFT, Ranks, has_left, look
 from .signature import Mismatch, Signature, code_of
 
 _SLICE_NS, _END_S = 20_000_000, 5.0
@@ -160,6 +160,21 @@ class Engine:
         parts = [f"nothing has come from {', '.join(absent)}"] if absent else []
         parts += [f"{', '.join(slow)} does not take what was sent"] if slow else []
         return "; ".join(parts) or "nobody is missing"
+
+    def unseen(self) -> list[str]:
+        """What others have called, or told of a failure, that no call of this rank has come upon. For people."""
+        streams, found = self.streams, list[str]()
+        if self.error is not None or streams is None:
+            return found
+        for rank, lane in streams.lanes.items():
+            notice, next_piece = lane.notice(), streams.header(rank)
+            if notice.startswith(ERROR):
+                kind, _, text = notice[1:].partition(":")
+                found.append(f"rank {self.ranks[rank]} told that the group had failed: {kind}: {text}")
+            elif next_piece is not None:
+                call = Signature.of(next_piece[0].code, next_piece[0].elements)
+                found.append(f"rank {self.ranks[rank]} called {self.told(call)}, and this rank has not")
+        return found
 
     # -- the end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -66,6 +67,31 @@ def _named(meeting: Meeting) -> None:
 def test_ranks_are_named_as_torch_names_them_and_agree_on_their_group():
     """Errors named the places of ranks in their group. Groups that were not alike ended with a ``KeyError``, or not at all."""
     results(run_group(_named, 3, dynamic=True, timeout=100))
+
+
+def _unseen(meeting: Meeting) -> None:
+    """Rank 1 ends its program though rank 0 has given it what it did not ask for, which no call can come upon any more."""
+    said: list[str] = []
+    logger = logging.getLogger("rdmarpc")
+    logger.addFilter(lambda record: bool(said.append(record.getMessage())))
+    join(meeting, 2, "unseen")
+    group = dist.new_group()
+    dist.barrier()
+    if meeting.rank == 0:
+        dist.broadcast(torch.ones(8), 0)
+        dist.send(torch.ones(4), 1, group=group, tag=3)
+        meeting.say("gone")
+    else:
+        meeting.hear("gone")
+    dist.destroy_process_group()
+    found = [text.partition(": ")[2] for text in said]
+    called = "rank 0 called broadcast(8 elements, float32, root 0), and this rank has not"
+    assert sorted(found) == ([] if meeting.rank == 0 else ["a message of rank 0 (16 bytes, tag 3) was not received", called])
+
+
+def test_what_a_rank_leaves_unseen_is_told():
+    """A broadcast or a gather that its receiver never called was lost silently, if the program ended there."""
+    results(run_group(_unseen, 2, dynamic=True, timeout=60))
 
 
 def _ends_before(meeting: Meeting) -> None:
