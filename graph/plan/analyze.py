@@ -204,7 +204,7 @@ class _Analysis:
             target, args, kwargs = self.located.place(node, target, (args, kwargs), pair, here, result, move)
         structured = not isinstance(value, torch.Tensor)
         given = _given(node, self.capture.values, self.expression)
-        made = [new and id(leaf) not in given for new, leaf in zip(made, flat)]
+        made = _once(made, flat, given, self.capture.example)
         names = self.names.leaves(node, made) if structured else [self.names[node] if made[0] else None]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor) and name is not None:
@@ -214,6 +214,7 @@ class _Analysis:
                 self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
             elif name is not None:
                 self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
+        given |= {id(leaf): Ref(name) for name, leaf in zip(names, flat) if name is not None}
         stands = [Ref(name) if name is not None else given.get(id(leaf), leaf) for name, leaf in zip(names, leaves)]
         self.express(node, flat, stands)
         self.use((args, kwargs), worker, level)
@@ -470,6 +471,15 @@ def _reader(name: str, segment: Segment) -> str:
     """Who uses a value in a segment, for people."""
     reads = [step for step in segment.instructions if name in names_in((step.args, step.kwargs))]
     return f"{'part' if reads[0].kind == 'module' else 'operation'} {reads[0].target!r} is given" if reads else "the result has"
+
+
+def _once(made: Sequence[bool], flat: Sequence[Any], given: Mapping[int, Any], varies: bool) -> list[bool]:
+    """Which leaves get a name: those that are made, but a tensor once only, unless that ``varies``."""
+    seen, found = set(given), []
+    for new, leaf in zip(made, flat):
+        found.append(new and id(leaf) not in seen)
+        seen |= {id(leaf)} if isinstance(leaf, torch.Tensor) and not varies else set()
+    return found
 
 
 def _given(node: fx.Node, values: Mapping[fx.Node, Any], expression: Mapping[fx.Node, Any]) -> dict[int, Ref]:

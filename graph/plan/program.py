@@ -179,8 +179,12 @@ def _structured(step: Instruction, result: Any, env: Mapping[str, Any], seen: di
             hint="what joins the parts must be made of the same objects in every step",
         )
     seen[step.tree] = tree
+
+    def known(name: str) -> Any:
+        return leaves[step.results.index(name)] if name in step.results else env[name]
+
     for name, leaf, then in zip(step.results, leaves, step.constants):
-        if name is None and (leaf is not env[then.name] if isinstance(then, Ref) else key(leaf) != then):
+        if name is None and (leaf is not known(then.name) if isinstance(then, Ref) else key(leaf) != then):
             raise NotSupported(
                 f"{step} gave {leaf!r}, and {then!r} when it was captured",
                 hint="let it give a tensor",

@@ -1,4 +1,4 @@
-"""A tensor that is given twice, to a model or to a part: it is one object there, as in one process."""
+"""A tensor that is given twice, to a model or a part, or that a part gives twice: it is one object there, as in one process."""
 
 from __future__ import annotations
 
@@ -115,6 +115,43 @@ def given_to_parts() -> None:
             net = Within(copy.deepcopy(part), times, eager)
             how = alike(net, {"part": "worker1"}, [(torch.randn(shape),) for _ in range(3)])
             assert how.startswith("eager" if eager or getattr(part, "probed", False) else "fx")
+
+
+class Gives(nn.Module):
+    """One tensor, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        x = torch.tanh(self.linear(x))
+        return {"one": x, "all": [x.sin(), x]}
+
+
+class Takes(nn.Module):
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.eager, self.part, self.head = eager, Gives(), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.part(x)
+        a, b = found["one"], found["all"][1]
+        if self.eager and a.sum() > 1e9:
+            return a
+        return self.head(found["all"][0] * (2.0 if a is b else 3.0)) * b + a
+
+
+def given_by_parts() -> None:
+    for eager in (False, True):
+        for placement in ({"part": "worker1"}, {"head": "worker1"}, {"part": "worker1", "head": "worker1"}):
+            torch.manual_seed(3)
+            how = alike(Takes(eager), placement, [(torch.randn(3, SIZE),) for _ in range(3)])
+            assert how.startswith("eager" if eager else "fx")
+
+
+def test_a_part_that_gives_a_tensor_twice():
+    drive(given_by_parts)
 
 
 def test_a_model_that_is_given_a_tensor_twice():
