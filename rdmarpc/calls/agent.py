@@ -36,7 +36,7 @@ from ..links.ring import Link
 from ..links.table import Links
 from ..message import gpu, permits, serialize
 from ..options import RpcBackendOptions
-from ..polling.modes import check_real
+from ..polling.modes import check_real, intercepted, unseen
 from ..polling.pool import Pool
 from ..polling.role import Role
 from ..references.carrier import Carrier
@@ -257,7 +257,12 @@ class Agent:
         args, observer, begin = tuple(args) if args else (), self.caller.observer, 0
         if observer is not None:
             begin = observer.begin()
-        pending = self.caller.request(link, function, args, kwargs, limit, flags, future, rref, fork, context)
+        given = link, function, args, kwargs, limit, flags, future, rref, fork, context
+        if intercepted():
+            with unseen():
+                pending = self.caller.request(*given)
+        else:
+            pending = self.caller.request(*given)
         if observer is not None:
             observer.sent(begin, pending, function, args, flags, future)
         if event is not None:

@@ -30,6 +30,7 @@ from ..links.post import tell
 from ..links.ring import Link
 from ..message import serialize
 from ..message.tensors import HANDED, Memory, load_places, size_classes, unpack, unpack_lone
+from ..polling.modes import intercepted, unseen
 from ..references.context import RRefContext
 from ..transport import ArenaFull, RdmaError, RemoteRegion, TransferTimeout, fresh
 from ..transport.peers.ended import nobody
@@ -58,9 +59,9 @@ class Answers:
 
     def decode(self, pending: Pending, answer: Answer) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
-        if not torch.is_inference_mode_enabled():
+        if not (torch.is_inference_mode_enabled() or intercepted()):
             return self._decode(pending, answer)
-        with torch.inference_mode(False):  # as elsewhere: who waits in that mode may train with what came later
+        with torch.inference_mode(False), unseen():  # as elsewhere: who waits in that mode may train with what came later
             return self._decode(pending, answer)
 
     def _decode(self, pending: Pending, answer: Answer) -> Any:
@@ -187,5 +188,5 @@ def _deadline(pending: Pending) -> float | None:
 def _attach(pending: Pending, message: int, tensors: list[torch.Tensor]) -> None:
     """Connect what an answer brought to the local graph."""
     context = pending.context
-    if context is not None and not context.ended:
+    if context is not None and pending.recorded and not context.ended:
         context.attach(pending.link.worker, message, tensors)

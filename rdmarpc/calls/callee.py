@@ -15,6 +15,7 @@ from torch.autograd import profiler as torch_profiler
 
 from ..functions import MAY_DEFER, TOLD_WHO
 from ..gradients.context import Context, Contexts, current
+from ..gradients.plain import plainly
 from ..gradients.record import unbound
 from ..ground import forked
 from ..ground import streams as gpu_streams
@@ -378,7 +379,7 @@ class Callee:
             # future is C++, and all of this worker would live in it.
             error.__traceback__ = None
             return
-        self._reply(answering, answer)
+        plainly(partial(self._reply, answering, answer))
 
     def _reply(self, answering: Answering, answer: list[Any]) -> None:
         """Send the answer. Only ``answer`` holds the result, so the result dies once it is packed, and the memory of the

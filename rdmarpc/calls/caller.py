@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..gradients.context import Context
+from ..gradients.plain import plainly
 from ..gradients.record import unbound
 from ..ground import streams as gpu_streams
 from ..links.fetches import AWAY, Fetch
@@ -195,7 +196,7 @@ class Caller:
                     pending.rref = rref
                 number, message = NO_CONTEXT, 0
                 if context is not None:
-                    pending.context, number = context, context.number
+                    pending.context, number, pending.recorded = context, context.number, torch.is_grad_enabled()
                     message = context.send(link.worker, args if lone is not None else tensors or (), parts)
                 payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
                 flags |= HEAD
@@ -350,7 +351,7 @@ class Caller:
         except IndexError:
             return
         assert pending.future is not None
-        self._complete(pending.future, pending, answer)
+        plainly(partial(self._complete, pending.future, pending, answer), pending.context)
 
     def _complete(self, future: Future, pending: Pending, answer: Answer) -> bool:
         """Complete a future with an answer. Returns whether that is a result, and no error."""

@@ -81,6 +81,8 @@ class Pending:
     """The landing places where the callee may still write the result."""
     context: Context | None = None
     """The autograd context that the call carries."""
+    recorded = True
+    """Whether the call was made in grad mode: only then its result is connected to the context."""
     rref: int | None = None
     """The reference whose value the call creates (``remote``). 0 is one."""
     created = False

@@ -89,7 +89,7 @@ class _Halt(torch.autograd.Function):
 
 BEHIND = get_gradient_edge(ANCHOR)
 """Behind every halt: the engine runs only what leads to something that it is asked for."""
-NOTHING_MORE = torch.empty(0)
+NOTHING_MORE = torch.empty(0, device="cpu")
 """The gradient that a halt is given."""
 
 

@@ -94,7 +94,7 @@ RECEIVED.name = lambda node: "torch::distributed::autograd::RecvRpcBackward"
 received = super(torch.autograd.Function, Received).apply
 """``received(ANCHOR, tensors, source)`` makes outputs of a new node of tensors, leaves so far."""
 
-ANCHOR = torch.empty(0, requires_grad=True)
+ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 """A node of a Python function needs some input that requires grad."""
 
 

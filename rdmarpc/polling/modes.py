@@ -1,10 +1,13 @@
-"""Modes of torch under which no message can be written or read."""
+"""Modes of torch in the threads of users, where our own operations run too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..transport import NotSupported
 
@@ -19,3 +22,21 @@ def check_real() -> None:
             "a call within a FakeTensorMode: tensors have no data there",
             hint="call outside of it, or leave it for the call (torch.utils._python_dispatch._disable_current_modes)",
         )
+
+
+def intercepted() -> bool:
+    """Whether this thread is in a ``TorchDispatchMode`` or ``TorchFunctionMode``, which would see our operations, and might
+    change what they give (``torch.device("cuda")`` is one)."""
+    return bool(_native._len_torch_function_stack() or _native._len_torch_dispatch_stack())
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Leave all these modes for the block."""
+    left = [_native._pop_torch_function_stack() for _ in range(_native._len_torch_function_stack())]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(left):
+            _native._push_on_torch_function_stack(mode)
