@@ -65,7 +65,7 @@ class Caller:
         self.steps = 0
         self.machine = machine
         self._pipeline: Pipeline | None = None
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._lock = threading.RLock()
         fittings = self.plans.control(name, parameters)
         self.control = Control(self.station, self.ledger, fittings, parameters, timeout, self._lock)

@@ -68,7 +68,7 @@ class DynamicSlot(Slot):
         self.close()
         station.settle()  # now: the source is waited for
         # ``set_``, not ``view``: an operation may write into this tensor in place, which autograd refuses for some views.
-        tensor = torch.empty(0, dtype=edge.dtype)
+        tensor = torch.empty(0, dtype=edge.dtype, device="cpu")
         return tensor.set_(flat.untyped_storage(), 0, shape, strides(shape, order))
 
 

@@ -120,7 +120,7 @@ class Slot:
         count = prod(edge.shape)
         if count == 0:
             self.close()
-            return torch.empty(edge.shape, dtype=edge.dtype)
+            return torch.empty(edge.shape, dtype=edge.dtype, device="cpu")
         return self._lend(self.payload, count).as_strided_(edge.shape, strides(edge.shape, order))
 
     def open_strided(self, flags: int) -> torch.Tensor:
@@ -134,11 +134,11 @@ class Slot:
             return self._lend(self._room, count).as_strided_(edge.shape, given)
         count = strided.checked(edge.shape, given, 1 << 40)
         self.count_staged(edge, edge.nbytes, "its gaps were left out on the way")
-        room = torch.empty(count, dtype=edge.dtype)
+        room = torch.empty(count, dtype=edge.dtype, device="cpu")
         strided.lay_out(torch.frombuffer(self.payload, dtype=edge.dtype).view(edge.shape), room, given)
         self.wanted = count * size if flags & SEEN else 0
         self.close()
-        return torch.empty(0, dtype=edge.dtype).set_(room.untyped_storage(), 0, edge.shape, given)
+        return torch.empty(0, dtype=edge.dtype, device="cpu").set_(room.untyped_storage(), 0, edge.shape, given)
 
     def _lend(self, memory: np.ndarray, count: int) -> torch.Tensor:
         view = memoryview(memory)

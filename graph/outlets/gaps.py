@@ -77,11 +77,12 @@ class Copies:
         """``head``: where the header goes, and from where; ``room``: what is behind it in the slot; ``number``: of the
         notification."""
         words = device.empty(len(given), dtype=torch.int64)
-        words.copy_(torch.tensor(given, dtype=torch.int64))
+        words.copy_(torch.tensor(given, dtype=torch.int64, device="cpu"))
         behind = room[strides_at : strides_at + 8 * len(given)]
         longest = max(nbytes for _, _, nbytes in found)
         # Many copies use memory that needs no registration; a single one may be large, and this memory is never touched.
-        idle = torch.empty(longest, dtype=torch.uint8) if len(found) == 1 else device.empty(longest, dtype=torch.uint8)
+        alone = len(found) == 1
+        idle = torch.empty(longest, dtype=torch.uint8, device="cpu") if alone else device.empty(longest, dtype=torch.uint8)
         pairs = [(room[there : there + nbytes], idle[:nbytes]) for _, there, nbytes in found]
         self._runs = found
         self._transfer: Transfer = channel.prepare([head, *pairs, (behind, words)], notify=number)

@@ -61,7 +61,7 @@ class Lease:
         self._view = weakref.ref(view, lambda _: died())
         flat = torch.frombuffer(view, dtype=dtype)
         self._address = flat.data_ptr()
-        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape, strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, shape, strides)
 
     def holds(self, payload: torch.Tensor) -> bool:
         """Whether this payload was written here."""

@@ -71,7 +71,7 @@ class Prepared:
     def _of_payload(self, gpu: torch.device | None) -> Transfer:
         payload = self.room[: self._edge.nbytes]
         # Has the right size, is never sent and never touched, so it takes no memory.
-        idle = torch.empty(payload.nbytes, dtype=torch.uint8, device=gpu)
+        idle = torch.empty(payload.nbytes, dtype=torch.uint8, device=gpu or "cpu")
         found = self._channel.prepare([self._head, (payload, idle)], notify=self._number)
         found.unbind(1)
         return found

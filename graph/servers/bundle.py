@@ -106,7 +106,7 @@ class Room:
         self.note = memoryview(array[HEADER_BYTES : bundle.front])
         self.tensors = []
         for edge, order, offset in zip(bundle.edges, bundle.orders, bundle.offsets):
-            tensor = torch.empty(0, dtype=edge.dtype)
+            tensor = torch.empty(0, dtype=edge.dtype, device="cpu")
             if edge.nbytes:
                 view = memoryview(array[offset : offset + edge.nbytes])
                 flat = torch.frombuffer(view, dtype=edge.dtype, count=prod(edge.shape))
@@ -277,7 +277,7 @@ class _Loose:
         ]  # need no look beyond the flags
         self._missed = False
         # Never sent and never touched, so they take no memory.
-        self._idle = [torch.empty(bundle.edges[at].nbytes, dtype=torch.uint8) for at in present]
+        self._idle = [torch.empty(bundle.edges[at].nbytes, dtype=torch.uint8, device="cpu") for at in present]
         self.transfer = outlet.prepare_loose(present, self._idle, note)
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:

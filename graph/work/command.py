@@ -31,7 +31,7 @@ class Command(NamedTuple):
 
     def padded(self, nbytes: int) -> torch.Tensor:
         """The payload as it is written: a length word (int64), then the bytes."""
-        room = torch.zeros(nbytes, dtype=torch.uint8)
+        room = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         array = room.numpy()
         array[:8].view(np.int64)[0] = len(self.payload)
         array[8 : 8 + len(self.payload)] = np.frombuffer(self.payload, np.uint8)

@@ -177,7 +177,7 @@ class Making:
         if place is None:
             return func(*args, **kwargs)
         results = [
-            place if at == origin.output else torch.empty_strided(shape, strides, dtype=dtype)
+            place if at == origin.output else torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
             for at, (shape, strides, dtype) in enumerate(origin.results)
         ]
         variant.op(*variant.args(args), **kwargs, **dict(zip(variant.outs, results)))

@@ -52,7 +52,7 @@ class Arrive(torch.autograd.Function):
         return None, None, None
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 _engine = Variable._execution_engine
 """What is behind ``torch.autograd.backward``: its checks of arguments take as long as a small backward, and the sizes of
 gradients are those of their edges. Context variables do not reach the engine's threads for accelerators."""

@@ -80,7 +80,7 @@ def optimizer_target(metadata: Metadata, name: str, parameters: Sequence[str]) -
             stored = metadata.state_dict_metadata[key]
             room: torch.Tensor | None = None
             if isinstance(stored, TensorStorageMetadata):
-                room = torch.empty(stored.size, dtype=stored.properties.dtype)
+                room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             found.setdefault(path[2], {})[path[3]] = room
     return found
 

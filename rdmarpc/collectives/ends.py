@@ -38,7 +38,7 @@ class Ends:
         if literal(plain):
             return plain.view(-1)
         check_places([plain], "a collective")
-        buffer = values(plain).view(plain.shape) if read else torch.empty(plain.shape, dtype=plain.dtype)
+        buffer = values(plain).view(plain.shape) if read else torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         self._back.append(lambda: plain.copy_(buffer))
         return buffer.view(-1)
 

@@ -249,7 +249,7 @@ class Pairs:
         if not others:
             return False
         if message is None:
-            apart = torch.empty(nbytes, dtype=torch.uint8)
+            apart = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             message = Message(self, apart, [], way.peer, head.elements, _APART, "receive apart from")
         way.current = message
         if message.kind != _APART and (problem := self._misfit(message, way.peer, head, nbytes)) is not None:

@@ -19,19 +19,22 @@ def all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, timeout: float) -
 
     def run(engine: Engine) -> None:
         size = engine.size
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        mine = torch.tensor([part._nnz()])
+        counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
+        mine = torch.tensor([part._nnz()], device="cpu")
         calls.all_to_all("all_gather", counts, [mine] * size, mine.dtype, timeout=timeout)(engine)
         inner = tuple(part.values().shape[1:])
-        indices = [torch.empty(part.sparse_dim() * int(count), dtype=torch.int64) for count in counts]
+        indices = [torch.empty(part.sparse_dim() * int(count), dtype=torch.int64, device="cpu") for count in counts]
         own = part.indices().contiguous().view(-1)
         calls.all_to_all("all_gather", indices, [own] * size, own.dtype, timeout=timeout)(engine)
-        values = [torch.empty((int(count), *inner), dtype=part.dtype) for count in counts]
+        values = [torch.empty((int(count), *inner), dtype=part.dtype, device="cpu") for count in counts]
         data = part.values().contiguous().view(-1)
         flat = [each.view(-1) for each in values]
         calls.all_to_all("all_gather", flat, [data] * size, data.dtype, timeout=timeout)(engine)
         total = torch.sparse_coo_tensor(
-            torch.cat([each.view(part.sparse_dim(), -1) for each in indices], dim=1), torch.cat(values), part.shape
+            torch.cat([each.view(part.sparse_dim(), -1) for each in indices], dim=1),
+            torch.cat(values),
+            part.shape,
+            device="cpu",
         ).coalesce()
         tensor.copy_(total)
 

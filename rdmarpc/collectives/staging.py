@@ -52,7 +52,7 @@ class Staging:
     def host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Flat host memory for the values of a tensor on a GPU."""
         if self._device is None or not tensor.nbytes:
-            return torch.empty(tensor.numel(), dtype=tensor.dtype)
+            return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         host = self._device.empty(tensor.numel(), dtype=tensor.dtype)
         found = self._device.arena.find(host.data_ptr(), host.nbytes)
         if found is not None:  # else the driver copies through memory of its own

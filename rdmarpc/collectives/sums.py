@@ -63,7 +63,7 @@ class Sum:
 
     def _has_torch(self) -> bool:
         """Whether torch has the operation for this type. Before the call begins: one that fails ends its group."""
-        one = torch.zeros(1, dtype=self.dtype)
+        one = torch.zeros(1, dtype=self.dtype, device="cpu")
         try:
             return self.function is not None and self.function(one, one).dtype == self.dtype
         except (NotImplementedError, RuntimeError):

@@ -45,5 +45,5 @@ def in_parts(rebuild: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> tor
     """A tensor that travels in parts and requires grad. Where its class made it of others that require grad, gradients go by
     those."""
     made = rebuild(*args)
-    beside.parts.append(made if made.is_leaf and made.requires_grad else torch.empty(0, requires_grad=True))
+    beside.parts.append(made if made.is_leaf and made.requires_grad else torch.empty(0, device="cpu", requires_grad=True))
     return made

@@ -59,13 +59,15 @@ def _check_bare(value: torch.Tensor) -> None:
 
 def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
     """In place of a tensor that is known to be zero, and has no memory. What arrives can be written to."""
-    return torch.empty_strided(shape, strides, dtype=dtype).zero_().requires_grad_(requires_grad)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu").zero_().requires_grad_(requires_grad)
 
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
     # The sender's tensor was valid, and checking reads every index. So only tensors of peers without full trust are checked.
     checked = permits.current is not None
-    made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked, is_coalesced=coalesced)
+    made = torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, check_invariants=checked, is_coalesced=coalesced
+    )
     return made.requires_grad_(requires_grad)
 
 
@@ -73,7 +75,9 @@ def _compressed(
     outer: torch.Tensor, inner: torch.Tensor, values: torch.Tensor, shape: torch.Size, layout: torch.layout, requires_grad: bool
 ) -> torch.Tensor:
     checked = permits.current is not None
-    made = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=checked)
+    made = torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=layout, device=values.device, check_invariants=checked
+    )
     return made.requires_grad_(requires_grad)
 
 
@@ -92,10 +96,10 @@ def _reduce_quantised(value: torch.Tensor) -> Any:
 def _quantised(raw: torch.Tensor, place: Any, dtype: torch.dtype, scales: tuple[Any, ...]) -> torch.Tensor:
     offset, shape, strides = place
     if len(scales) == 2:
-        made = torch._empty_affine_quantized(shape, scale=scales[0], zero_point=scales[1], dtype=dtype)
+        made = torch._empty_affine_quantized(shape, scale=scales[0], zero_point=scales[1], dtype=dtype, device="cpu")
     else:
         made = torch._empty_per_channel_affine_quantized(
-            shape, scales=scales[0], zero_points=scales[1], axis=scales[2], dtype=dtype
+            shape, scales=scales[0], zero_points=scales[1], axis=scales[2], dtype=dtype, device="cpu"
         )
     return made.set_(raw.untyped_storage(), offset, shape, strides)
 
@@ -149,7 +153,7 @@ def reduce_array(value: np.ndarray) -> Any:
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage of the CPU as a tensor (uint8) over the same memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def reduce_storage(value: torch.UntypedStorage) -> Any:

@@ -103,7 +103,7 @@ def _together(tensors: list[torch.Tensor], views: list[_View], places: dict[int,
     if len(views) == 1 or layout.wasteful(high - low, sum(view.alone for view in views)):
         return False
     base = min(view.members[0] for view in views)
-    run = torch.empty(0, dtype=torch.uint8).set_(tensors[base].untyped_storage(), low, (high - low,), (1,))
+    run = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensors[base].untyped_storage(), low, (high - low,), (1,))
     for view in views:
         for index in view.members:
             places[index] = Place(base, run, view.low - low, False)

@@ -34,7 +34,7 @@ _MAX_KNOWN = 4096
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 _HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 

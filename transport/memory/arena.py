@@ -160,7 +160,7 @@ class Pool:
         count = prod(shape)
         nbytes = count * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return self._arena.hold(self.allocate(nbytes), nbytes, dtype, count).view(tuple(shape))
 
     def run(self, nbytes: int) -> torch.Tensor:

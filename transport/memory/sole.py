@@ -25,7 +25,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def _kept(others: list[object] | None) -> int:
-    table = {0: torch.empty(1)}
+    table = {0: torch.empty(1, device="cpu")}
     value = table.get(0)
     if others is not None:
         others.append(value)
@@ -33,7 +33,7 @@ def _kept(others: list[object] | None) -> int:
 
 
 def _passed(others: list[object] | None) -> int:
-    value = torch.empty(1)
+    value = torch.empty(1, device="cpu")
     if others is not None:
         others.append(value)
     return _received(value)
@@ -44,7 +44,7 @@ def _received(value: torch.Tensor) -> int:
 
 
 def _storage(others: list[object] | None) -> int:
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     if others is not None:
         others.append(storage)
@@ -52,7 +52,7 @@ def _storage(others: list[object] | None) -> int:
 
 
 def _uses(others: list[object] | None) -> int:
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     if others is not None:
         others.append(tensor.view(1))
     storage = tensor.untyped_storage()

@@ -14,7 +14,7 @@ from ..words import kernels
 from .inbox import Inboxes, Requests, WorkRequest
 from .memory import PeerMemory
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Bound in place of a tensor that was let go of."""
 
 

@@ -11,7 +11,7 @@ from ..region import RemoteRegion, local_bytes
 from .posts import Posts, TcpWork
 from .wire import HEADER, LAST, NOTIFY, READ, SILENT, WRITE, Buffers, memory_at
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Piece:

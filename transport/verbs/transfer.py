@@ -34,7 +34,7 @@ from .registrations import Registrations
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
 _PATIENCE_NS = 1_000_000
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Poster(Protocol):
