@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from ..functions import async_execution
 from ..message import permits
 
@@ -36,7 +38,10 @@ def _invoke(form: Callable[[str, Any, Any], Any], name: str, /, *args: Any, **kw
 
 
 def call_of(kind: type, name: str) -> Callable[..., Any]:
-    """The function that the owner has to run for the method ``name`` of ``kind``. ``AttributeError`` if there is none."""
+    """The function that the owner has to run for the method ``name`` of ``kind``. ``AttributeError`` if there is none. Methods
+    of TorchScript are of the object, and not asynchronous: the owner looks them up."""
+    if issubclass(kind, torch.jit.ScriptModule):
+        return _run
     return _run_async if hasattr(getattr(kind, name), "_wrapped_async_rpc_function") else _run
 
 

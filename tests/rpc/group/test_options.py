@@ -154,6 +154,14 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
 
+    @torch.jit.export
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def scripted_layer():
+    return torch.jit.script(Layer())
+
 
 def apply(module, x):
     return type(module).__name__, module(x)
@@ -169,6 +177,11 @@ def scripted(rank):
         module = torch.jit.script(Layer())
         name, found = rpc.rpc_sync("worker1", apply, (module, x))
         assert name == "RecursiveScriptModule" and torch.equal(found, module(x))
+        for layer in (rpc.remote("worker1", scripted_layer), rpc.RRef(module)):
+            assert layer.rpc_sync().forward(x).shape == layer.remote().forward(x).to_here().shape == (2,)
+            assert layer.rpc_async().twice(x).wait().tolist() == [0, 2, 4]
+            with pytest.raises(AttributeError, match="nowhere"):
+                layer.rpc_sync().nowhere(x)
 
         @torch.jit.script
         def local(x: torch.Tensor) -> torch.Tensor:
