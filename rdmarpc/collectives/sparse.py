@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.engine import Engine
+from ..ranks.signature import Mismatch
 from ..transport import NotSupported
 from . import calls
 from .sums import sum_of
@@ -19,9 +20,18 @@ def all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, timeout: float) -
 
     def run(engine: Engine) -> None:
         size = engine.size
-        counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
-        mine = torch.tensor([part._nnz()], device="cpu")
-        calls.all_to_all("all_gather", counts, [mine] * size, mine.dtype, timeout=timeout)(engine)
+        mine = torch.tensor([part._nnz(), part.sparse_dim(), *part.shape], device="cpu")
+        heads = [torch.zeros_like(mine) for _ in range(size)]
+        calls.all_to_all("all_gather", heads, [mine] * size, mine.dtype, timeout=timeout)(engine)
+        for rank, head in enumerate(heads):
+            if not torch.equal(head[1:], mine[1:]):
+                me, other = engine.ranks[engine.rank], engine.ranks[rank]
+                theirs = f"{tuple(head[2:].tolist())}, {int(head[1])} of them sparse"
+                raise Mismatch(
+                    f"rank {me} adds up a sparse tensor of {tuple(part.shape)}, {part.sparse_dim()} of them sparse, and rank "
+                    f"{other} one of {theirs}"
+                )
+        counts = [head[0] for head in heads]
         inner = tuple(part.values().shape[1:])
         indices = [torch.empty(part.sparse_dim() * int(count), dtype=torch.int64, device="cpu") for count in counts]
         own = part.indices().contiguous().view(-1)

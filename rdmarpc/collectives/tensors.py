@@ -22,7 +22,10 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
             raise NotSupported(f"{what} of a tensor on {tensor.device}", hint=hint)
         if tensor.layout is not torch.strided:
             raise NotSupported(f"{what} of a tensor with layout {tensor.layout}")
-        if not _has_memory(tensor):
+        if tensor.is_nested or tensor.is_quantized:
+            kind_of = "nested" if tensor.is_nested else "quantized"
+            raise NotSupported(f"{what} of a {kind_of} tensor", hint="give its parts: memory does not say all of it")
+        if not _has_memory(tensor, _extent(tensor)):
             what = f"{what} of a {type(tensor).__name__} without memory of its own"
             raise NotSupported(what, hint="give the tensor that holds the values")
         if tensor.dtype != tensors[0].dtype:
@@ -31,15 +34,25 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
 
 def plain(tensor: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether these are dense, on the CPU, of one type, and what their memory says: what most calls are made with."""
-    one = tensor.is_cpu and tensor.layout is torch.strided and literal(tensor) and _has_memory(tensor)
+    dense = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    one = dense and literal(tensor) and _has_memory(tensor, tensor.numel())
     return one and (other is None or (other.dtype == tensor.dtype and plain(other)))
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first of a tensor to its last in memory."""
+    return 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+
+
+def _has_memory(tensor: torch.Tensor, extent: int) -> bool:
     """Whether there is memory where a tensor's values are. Subclasses that wrap other tensors have none, nor do fake tensors,
-    those of ``torch.func``, and those whose storage was given back."""
+    those of ``torch.func``, and those whose storage was given back, or shrunk. A view of a storage that was given back has an
+    address."""
     try:
-        return tensor.data_ptr() != 0 or not tensor.numel()
+        if not extent:
+            return True
+        held = tensor.untyped_storage().nbytes()
+        return tensor.data_ptr() != 0 and held >= (tensor.storage_offset() + extent) * tensor.itemsize
     except RuntimeError:
         return False
 

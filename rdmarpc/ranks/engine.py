@@ -170,11 +170,11 @@ class Engine:
             notice, next_piece = lane.notice(), streams.header(rank)
             if notice.startswith(ERROR):
                 kind, _, text = notice[1:].partition(":")
-                found.append(f"rank {self.ranks[rank]} told that the group had failed: {kind}: {text}")
+                found.append(f"the group had failed: {kind}: {text}")
             elif next_piece is not None:
                 call = Signature.of(next_piece[0].code, next_piece[0].elements)
                 found.append(f"rank {self.ranks[rank]} called {self.told(call)}, and this rank has not")
-        return found
+        return list(dict.fromkeys(found))
 
     # -- the end
 

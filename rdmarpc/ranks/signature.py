@@ -28,7 +28,7 @@ OPERATIONS = (
     "send",
 )
 SUMS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-TYPES = (
+_USUAL = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -41,11 +41,13 @@ TYPES = (
     torch.int16,
     torch.int32,
     torch.int64,
-    *(getattr(torch, name) for name in ("uint16", "uint32", "uint64", "complex32") if hasattr(torch, name)),
-    *(getattr(torch, name) for name in sorted(vars(torch)) if name.startswith("float8_")),
+)
+TYPES = (
+    *_USUAL,
+    *sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - set(_USUAL), key=str),
 )
 _NUMBERS = {kind: number for number, kind in enumerate(TYPES)}
-_OTHER = 255
+_NONE = 255
 
 
 class Signature(NamedTuple):
@@ -59,7 +61,7 @@ class Signature(NamedTuple):
 
     @property
     def code(self) -> int:
-        kind = _OTHER - 1 if self.dtype is None else _NUMBERS.get(self.dtype, _OTHER)
+        kind = _NONE if self.dtype is None else _NUMBERS[self.dtype]
         return OPERATIONS.index(self.operation) | SUMS.index(self.sum) << 8 | kind << 16 | (self.root + 1) << 24
 
     @staticmethod

@@ -60,7 +60,11 @@ def _misfits(meeting: Meeting) -> None:
     def uneven() -> None:
         dist.all_gather([torch.empty(4), torch.empty(4 + (rank == 0)), torch.empty(4)], torch.ones(4 + (rank == 0 and 0)))
 
+    def shapes() -> None:
+        dist.all_reduce(torch.eye(4 + (rank == 1)).to_sparse())
+
     cases = {
+        shapes: ("(4, 4), 2 of them sparse", "(5, 5), 2 of them sparse"),
         different: ("barrier", "all_reduce(4 elements, float32, sum)"),
         sizes: ("100000 elements", "100001 elements"),
         types: ("float32", "float64"),

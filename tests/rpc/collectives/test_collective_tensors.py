@@ -145,11 +145,17 @@ def _refused(rank: int) -> None:
     refused(ValueError, "one place in memory", dist.recv, torch.zeros(1).expand(5), (rank + 1) % SIZE)
     for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn):
         refused(rpc.NotSupported, f"sum of {dtype}", dist.all_reduce, torch.ones(5).to(dtype))
-    one, freed = torch.ones(5), torch.ones(5)
+    one, freed, shrunk = torch.ones(5), torch.ones(5), torch.ones(5)
+    view, gaps = freed[3:], shrunk[::2]  # the first has an address
     freed.untyped_storage().resize_(0)
-    for wrapper in (TwoTensor(one, one), freed):
+    shrunk.untyped_storage().resize_(8)
+    for wrapper in (TwoTensor(one, one), freed, view, shrunk, gaps):
         refused(rpc.NotSupported, "without memory of its own", dist.all_reduce, wrapper)
     refused(rpc.NotSupported, "without memory of its own", torch.func.functionalize(dist.all_reduce), one)
+    quantized = torch.quantize_per_tensor(one, 0.1 * (rank + 1), 0, torch.quint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1 + rank)])
+    refused(rpc.NotSupported, "broadcast of a quantized tensor", dist.broadcast, quantized, 0)
+    refused(rpc.NotSupported, "all_reduce of a nested tensor", dist.all_reduce, nested)
     for absent in (SIZE, SIZE + 6):
         refused(ValueError, f"broadcast with rank {absent}", dist.broadcast, one, absent)
         refused(ValueError, f"reduce with rank {absent}", dist.reduce, one, absent)
