@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -15,14 +14,11 @@ from rdmarpc.experiments import collectives
 from rdmarpc.experiments.harness.targets import verdict, verdicts
 from rdmarpc.experiments.together.report import Times, summary
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_it_measures_beside_gloo(tmp_path: Path) -> None:
     overrides = ["quick=true", "cases=[barrier,all_reduce]", "sizes.all_reduce=[4]", f"hydra.run.dir={tmp_path}"]
-    command = [sys.executable, "-m", "experiments.collectives", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-m", "experiments.collectives", *overrides)
+    assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "collectives.json").read_text())
     assert [(row["ranks"], row["case"], row["bytes"]) for row in found["rows"]] == [(2, "barrier", 0), (2, "all_reduce", 4)]
     for row in found["rows"]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -15,16 +14,14 @@ from rdmarpc.experiments import ddp
 from rdmarpc.experiments.data_parallel import report, simulated
 from rdmarpc.experiments.harness.findings import Findings
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["models=[small]", "caps_mb=[1]", "numbers=100000", "granularity=[100000]", "skip=[1,4]", "trainings=[[8,0.02]]"]
 SMALL += ["batches=8", "ranks=[2]", "layers=4", "parameters=64000", "compute_ms=4", "steps=1", "warm_up=1", "rounds=1"]
 
 
 @pytest.mark.timeout(300)  # processes that each import torch, on a machine that may be busy
 def test_every_part_by_both_groups(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "experiments.ddp", *SMALL, f"hydra.run.dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-m", "experiments.ddp", *SMALL, f"hydra.run.dir={tmp_path}", timeout=280.0)
+    assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "ddp.json").read_text())
     samples = {(each["case"], each["size"], each["what"]): each["samples"] for each in found["samples"]}
     assert {case.partition(",")[0] for case, _, _ in samples} == {

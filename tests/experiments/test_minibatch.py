@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -22,8 +21,6 @@ from rdmarpc.experiments.exchange.shard import Shard, parts
 from rdmarpc.experiments.harness import processes
 from rdmarpc.experiments.harness.findings import Findings
 from rdmarpc.experiments.peers.turns import Turns
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_it_measures_every_way(tmp_path: Path) -> None:
@@ -36,9 +33,8 @@ def test_it_measures_every_way(tmp_path: Path) -> None:
         f"grpc={str(grpc).lower()}",
         f"hydra.run.dir={tmp_path}",
     ]
-    command = [sys.executable, "-m", "experiments.minibatch", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-m", "experiments.minibatch", *overrides)
+    assert done.returncode == 0, done.stdout
     assert not list(tmp_path.glob(".meeting-*"))
     assert (tmp_path / "minibatch.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "minibatch.json").read_text())
@@ -83,9 +79,8 @@ def test_two_workers_and_two_servers_come_to_what_one_process_computes(tmp_path:
     """The program fails where losses or weights differ from one process in a bit, over any of the libraries."""
     grpc = importlib.util.find_spec("grpc") is not None
     overrides = ["parts=[end_to_end]", "quick=true", "batch.GRU=1", f"grpc={str(grpc).lower()}", f"hydra.run.dir={tmp_path}"]
-    command = [sys.executable, "-m", "experiments.minibatch", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-m", "experiments.minibatch", *overrides)
+    assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "minibatch.json").read_text())
     libraries = {"rdmarpc", "torch_rpc", *(["grpc"] if grpc else [])}
     case = "GRU, workers: 2, servers: 2, balanced"

@@ -249,14 +249,20 @@ class Command:
 
     def wait(self, output: Callable[[bytes], object] | None = None) -> int:
         """The exit status, when it has ended. ``OUT_OF_TIME`` after its time, ``FAILED`` when the guest died."""
-        while (status := self.poll(output)) is None:
-            if not self._alive() or (self._python and (self._box / "python.rc").exists()):
-                return FAILED
-            if time.monotonic() > self._deadline:
-                self.kill()
-                return OUT_OF_TIME
+        while self.running(output):
             time.sleep(0.05)
-        return status
+        if (status := self.poll(output)) is not None:
+            return status
+        if self._alive() and time.monotonic() > self._deadline:
+            self.kill()
+            return OUT_OF_TIME
+        return FAILED
+
+    def running(self, output: Callable[[bytes], object] | None = None) -> bool:
+        """Whether ``wait`` would wait. As ``poll`` for the output."""
+        if self.poll(output) is not None or time.monotonic() > self._deadline:
+            return False
+        return self._alive() and not (self._python and (self._box / "python.rc").exists())
 
     def poll(self, output: Callable[[bytes], object] | None = None) -> int | None:
         """The exit status, or None while it runs; ``output`` gets what it wrote since the last call."""

@@ -1,10 +1,10 @@
 """``make vm-test``: the tests that need RDMA, run for real in a guest with a Soft-RoCE device.
 
-    python tests/vm/suite.py                       all of them; fails if fewer than EXPECTED were executed
+    python tests/vm/suite.py                       all of them, in two guests; fails if fewer than EXPECTED were executed
     python tests/vm/suite.py tests/transport -k poller    these
 
-Exit status 0 only if every test selected was executed and passed, and the device's counters show the packets. The last line is
-pytest's own closing line, as read in the guest.
+Exit status 0 only if every test selected was executed and passed, and the devices' counters show the packets. The last
+lines are pytest's own closing lines, as read in the guests.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from guest import BOX_INSIDE, GENERIC, Guest, GuestFailed
+import psutil
+from guest import BOX_INSIDE, GENERIC, Guest, GuestFailed, show
 from image import Unavailable, image
 from packets import needed
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 FOLDERS = ["tests/vm", "tests/transport", "tests/rpc/collectives/test_collectives_over_verbs.py"]
+FIRST = ["tests/transport/contract", "tests/vm/test_gpu_over_verbs.py", "tests/rpc/collectives/test_collectives_over_verbs.py"]
+SHARES = (FIRST, ["tests/vm", "tests/transport", *(f"--ignore={path}" for path in FIRST)])
+"""What each guest runs: a guest keeps one core busy, so two of them take half of the time."""
+MEMORY_GIB = 5
+"""Of each guest."""
 SELECTED = "rdma and not slow"  # slow: gigabytes, and stress over many seconds
 EXPECTED = 229
 """How many tests are executed at the least. Raise it with the tests: nothing else fails when one is not selected any more."""
@@ -37,18 +43,21 @@ phases: list[tuple[str, float, float]] = []
 
 
 @contextlib.contextmanager
-def phase(name: str, guest: Guest | None = None) -> Iterator[None]:
-    began, used = time.monotonic(), guest.processor_time() if guest else 0.0
+def phase(name: str, *guests: Guest) -> Iterator[None]:
+    def used() -> float:
+        return sum(guest.processor_time() for guest in guests)
+
+    began, before = time.monotonic(), used()
     print(f"-- {name}", flush=True)
     try:
         yield
     finally:
-        phases.append((name, time.monotonic() - began, (guest.processor_time() if guest else 0.0) - used))
+        phases.append((name, time.monotonic() - began, used() - before))
 
 
-def prewarm() -> None:
+def prewarm(arguments: list[str]) -> None:
     """On the host, where it takes seconds: byte code of modules and tests, and kernels compiled for a processor of no kind."""
-    code = f"import sys, warm, pytest; sys.exit(pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{FOLDERS}]))"
+    code = f"import sys, warm, pytest; sys.exit(pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{arguments}]))"
     path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -74,21 +83,53 @@ def counted(guest: Guest) -> Counter[str]:
     return total
 
 
-class Output:
-    """Passes on what pytest writes, and keeps its closing line."""
+class Share:
+    """A guest, the tests that it runs, and what came of them. ``live``: what pytest writes is shown at once, not at the end."""
 
-    def __init__(self) -> None:
-        self.closing = ""
-        self._rest = b""
+    def __init__(self, guest: Guest, arguments: list[str], *, live: bool) -> None:
+        self.guest, self._arguments = guest, arguments
+        self._held: list[bytes] = []
+        self._output = show if live else self._held.append
+        self.closing, self.ran, self.skipped, self.nbytes = "pytest did not reach its closing line", 0, [], 0
+        self.sent: Counter[str] = Counter()
 
-    def __call__(self, written: bytes) -> None:
-        sys.stdout.buffer.write(written)
-        sys.stdout.buffer.flush()
-        *lines, self._rest = (self._rest + written).split(b"\n")
-        for line in lines:
-            text = line.decode(errors="replace")
-            if text.startswith("==") and any(word in text for word in (" passed", " failed", " error", "no tests ran")):
-                self.closing = text
+    def start(self) -> None:
+        self._before = counted(self.guest)
+        report = ["--junitxml", f"{BOX_INSIDE}/report.xml", "-o", "junit_family=xunit1"]
+        report += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--durations=10"]
+        command = ["-m", "pytest", "-m", SELECTED, *report, *self._arguments]
+        self._running = self.guest.command(command, python=True, cwd=ROOT, timeout=TESTS_LIMIT_S)
+
+    def poll(self) -> bool:
+        """Whether pytest runs still."""
+        return self._running.running(self._output)
+
+    def show(self) -> None:
+        """Show what was not shown yet."""
+        while self._held:
+            show(self._held.pop(0))
+
+    def finish(self) -> list[str]:
+        """Look at what came of it. What is wrong with that, a line each."""
+        status = self._running.wait(show)
+        for line in self._running.output().decode(errors="replace").splitlines():
+            if line.startswith("==") and any(word in line for word in (" passed", " failed", " error", "no tests ran")):
+                self.closing = line
+        self.sent = counted(self.guest) - self._before
+        if (report := self.guest.box / "report.xml").exists():
+            self.ran, self.skipped, self.nbytes = told(report)
+
+        complaints = []
+        if status:
+            complaints.append(f"pytest ended with exit status {status}")
+        if self.skipped:
+            complaints.append("skipped although the guest has a device:\n  " + "\n  ".join(self.skipped))
+        if self.ran and not self.nbytes:
+            complaints.append("no test told how many bytes it moved")
+        if self.sent["sent_pkts"] < needed(self.nbytes):
+            packets = self.sent["sent_pkts"]
+            complaints.append(f"the device has sent {packets} packets, and {self.nbytes} bytes need {needed(self.nbytes)}")
+        return complaints
 
 
 def told(report: Path) -> tuple[int, list[str], int]:
@@ -104,49 +145,61 @@ def told(report: Path) -> tuple[int, list[str], int]:
     return ran, skipped, nbytes
 
 
+def shares(arguments: list[str]) -> list[list[str]]:
+    """What each guest runs: what was asked for in one, and all in one where the memory does not do for more."""
+    if arguments:
+        return [arguments]
+    roomy = psutil.virtual_memory().available >= len(SHARES) * (MEMORY_GIB + 1) << 30
+    return [*SHARES] if roomy else [FOLDERS]
+
+
 def main(arguments: list[str]) -> int:
-    output, complaints = Output(), []
+    complaints = []
+    given = shares(arguments)
     with contextlib.ExitStack() as stack:
         with phase("packages, kernel, initramfs"):
             version = image().version
         with phase("byte code and kernels, on the host"):
-            prewarm()
-        guest = Guest()
-        with phase("boot", guest):
-            stack.enter_context(guest)
-        print(f"guest: Linux {version} under {guest.accel}", flush=True)
-        with phase("imports, once", guest):
-            guest.preload(("warm",), path=[HELPERS])
-            guest.wait_preloaded(600.0)
-        before = counted(guest)
-        with phase("tests", guest):
-            report = ["--junitxml", f"{BOX_INSIDE}/report.xml", "-o", "junit_family=xunit1"]
-            report += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--durations=10"]
-            command = ["-m", "pytest", "-m", SELECTED, *report, *(arguments or FOLDERS)]
-            status = guest.run(command, output, python=True, cwd=ROOT, timeout=TESTS_LIMIT_S)
-        sent = counted(guest) - before
-        ran, skipped, nbytes = told(guest.box / "report.xml") if (guest.box / "report.xml").exists() else (0, [], 0)
+            prewarm(arguments or FOLDERS)
+        guests = [Guest(hostname=f"guest{number}", memory=f"{MEMORY_GIB}G") for number in range(len(given))]
+        with phase("boot", *guests):
+            for guest in guests:
+                stack.enter_context(guest)
+        print(f"{len(guests)} guests: Linux {version} under {guests[0].accel}", flush=True)
+        with phase("imports, once", *guests):
+            for guest in guests:
+                guest.preload(("warm",), path=[HELPERS])
+            for guest in guests:
+                guest.wait_preloaded(600.0)
+        halves = [Share(guest, asked, live=number == 0) for number, (guest, asked) in enumerate(zip(guests, given))]
+        with phase("tests", *guests):
+            for share in halves:
+                share.start()
+            try:
+                running = halves
+                while running := [share for share in running if share.poll()]:
+                    time.sleep(0.1)
+            finally:
+                for share in halves:
+                    share.show()
+        for share in halves:
+            complaints += share.finish()
 
-    if status:
-        complaints.append(f"pytest ended with exit status {status}")
-    if skipped:
-        complaints.append("skipped although the guest has a device:\n  " + "\n  ".join(skipped))
+    ran, nbytes = sum(share.ran for share in halves), sum(share.nbytes for share in halves)
+    sent = sum((share.sent for share in halves), Counter[str]())
     if not arguments and ran < EXPECTED:
         complaints.append(f"{ran} tests were executed, {EXPECTED} are expected (EXPECTED in tests/vm/suite.py)")
-    if ran and not nbytes:
-        complaints.append("no test told how many bytes it moved")
-    if sent["sent_pkts"] < needed(nbytes):
-        complaints.append(f"the device has sent {sent['sent_pkts']} packets, and {nbytes} bytes need {needed(nbytes)}")
 
     print(f"\nbytes that tests say they moved: {nbytes}, which need {needed(nbytes)} packets; sent: {sent['sent_pkts']}")
-    print("the device's counters over the tests: " + ", ".join(f"{name} {count}" for name, count in sorted(sent.items())))
+    print("the devices' counters over the tests: " + ", ".join(f"{name} {count}" for name, count in sorted(sent.items())))
     print("seconds, and seconds of processor time in QEMU:")
     for name, seconds, used in [*phases, ("all", *(sum(column) for column in list(zip(*phases))[1:]))]:
         print(f"{seconds:8.1f} {used:8.1f}  {name}")
     for complaint in complaints:
         print(f"vm-test FAILED: {complaint}")
-    print(f"vm-test: {ran} RDMA tests executed, {len(skipped)} skipped")
-    print(output.closing or "pytest did not reach its closing line")
+    print(f"vm-test: {ran} RDMA tests executed, {sum(len(share.skipped) for share in halves)} skipped")
+    for share in halves:
+        print(share.closing)
     return 1 if complaints else 0
 
 

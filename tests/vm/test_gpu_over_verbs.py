@@ -63,7 +63,7 @@ def trained(cases: Sequence[tuple[int, torch.device]]) -> int:
 
 
 def late() -> int:
-    test_wrap_gpu_streams.late_streams()
+    test_wrap_gpu_streams.late_streams(steps=3)
     test_wrap_gpu_streams.slots_that_are_read_late()
     found = counters()
     assert sum(each.get("gpu_posts_behind", 0) for each in found) > 0

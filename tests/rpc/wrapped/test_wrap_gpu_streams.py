@@ -95,11 +95,11 @@ def lagging() -> nn.Module:
     return nn.Sequential(Lagging(20, 64, 3), nn.ReLU(), Lagging(64, 64, 1), nn.Tanh(), Lagging(64, 4, 2))
 
 
-def late_streams() -> None:
+def late_streams(steps: int = 6) -> None:
     model, twin = both(lagging, CHAIN)
     home = gpu.device()
     mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
-    for number, (x, y) in enumerate(batches(6, 8, 20)):
+    for number, (x, y) in enumerate(batches(steps, 8, 20)):
         x, y = x.to(home), y.to(home)
         if number % 3 == 2:
             loss = model.forward_backward(F.cross_entropy, x, target=y, chunks=4)
