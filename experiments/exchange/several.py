@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..harness.processes import Launcher
 from ..peers.libraries import TENSORPIPE, grpc_channels, serve_grpc
+from ..peers.meeting import init_method
 from .others import joined, parted
 from .shard import Shard, parts, shard
 from .steps import LR, Output, Way, drive, made
@@ -97,7 +98,7 @@ def rdmarpc(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     workers = [f"worker{number}" for number in range(job["clients"])]
     servers = [f"server{number}" for number in range(job["servers"])]
     options = rpc.RpcBackendOptions(
-        init_method=f"file://{job['meeting_place']}/store",
+        init_method=init_method(rank, job),
         transport=job["device"],
         arena_limit=16 << 30,
         rpc_timeout=job["timeout_s"],
@@ -131,7 +132,7 @@ def torch_rpc(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     if rank >= workers:
         _shard = shard(rank - workers, job)
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{job['meeting_place']}/store", rpc_timeout=job["timeout_s"], **TENSORPIPE.get(job["device"], {})
+        init_method=init_method(rank, job), rpc_timeout=job["timeout_s"], **TENSORPIPE.get(job["device"], {})
     )
     name = f"worker{rank}" if rank < workers else f"server{rank - workers}"
     rpc.init_rpc(name, rank=rank, world_size=workers + servers, rpc_backend_options=options)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .functions import WRITES, function, together
+from .meeting import init_method
 
 TITLES = {"rdmarpc": "rdmarpc", "torch_rpc": "torch RPC", "grpc": "gRPC"}
 PEERS = frozenset({"torch_rpc", "grpc", "pipelining", "gloo"})
@@ -89,7 +90,7 @@ def _after(done: Callable[[], Any], future: Any) -> Tensor:
 def _rpc(drive: Drive, rank: int, job: dict[str, Any]) -> Any:
     clients, servers = job["clients"], job["servers"]
     common = {
-        "init_method": f"file://{job['meeting_place']}/store",
+        "init_method": init_method(rank, job),
         "num_worker_threads": max(16, job["threads"]),
         "rpc_timeout": job["timeout_s"],
     }

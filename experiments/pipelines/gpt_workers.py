@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..harness.processes import Launcher
 from ..peers.libraries import TENSORPIPE
+from ..peers.meeting import init_method
 from .gpt import Gpt, WithLoss, batch, loss_of, stages
 
 APART = 1e-4
@@ -69,7 +70,7 @@ def alone(rank: int, job: dict[str, Any]) -> list[float]:
 def rdmarpc(rank: int, job: dict[str, Any]) -> list[float] | None:
     import rdmarpc as rpc
 
-    options = rpc.RpcBackendOptions(transport=job["device"], init_method=f"file://{job['meeting_place']}/store")
+    options = rpc.RpcBackendOptions(transport=job["device"], init_method=init_method(rank, job))
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["stages"], rpc_backend_options=options)
     found = None
     if rank == 0:
@@ -119,7 +120,7 @@ def torch_rpc(rank: int, job: dict[str, Any]) -> list[float] | None:
     from torch.distributed.optim import DistributedOptimizer
 
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{job['meeting_place']}/store", num_worker_threads=16, **TENSORPIPE[job["device"]]
+        init_method=init_method(rank, job), num_worker_threads=16, **TENSORPIPE[job["device"]]
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["stages"], rpc_backend_options=options)
     found = None
@@ -157,7 +158,7 @@ def pipelining(rank: int, job: dict[str, Any]) -> list[float] | None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    dist.init_process_group("gloo", init_method=f"file://{job['meeting_place']}/store", rank=rank, world_size=job["stages"])
+    dist.init_process_group("gloo", init_method=init_method(rank, job), rank=rank, world_size=job["stages"])
     last, part = job["stages"] - 1, stages(job)[rank]
     kind: Any = Schedule1F1B if job["chunks"] >= job["stages"] else ScheduleGPipe  # 1F1B refuses fewer
     schedule = kind(PipelineStage(part, rank, job["stages"], torch.device("cpu")), job["chunks"], loss_of)

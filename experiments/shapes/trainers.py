@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from ..peers.meeting import init_method
 
 _servers: list[Any] = []
 _known = threading.Event()
@@ -31,8 +32,7 @@ def run(rank: int, job: dict[str, Any], train: Callable[[int, dict[str, Any]], A
     """``train`` in the group of the trainers; nothing at a server."""
     if rank >= job["trainers"]:
         return None
-    store = f"file://{Path(job['meeting_place']) / 'trainers'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["trainers"])
+    dist.init_process_group("gloo", init_method=init_method(rank, job, "trainers"), rank=rank, world_size=job["trainers"])
     try:
         return train(rank, job)
     finally:

@@ -10,6 +10,7 @@ import torch
 
 from ..harness.processes import Launcher
 from ..peers.libraries import TENSORPIPE
+from ..peers.meeting import init_method
 
 TIMEOUT_S = 120.0
 
@@ -21,7 +22,7 @@ def library(job: dict[str, Any]) -> Any:
 def join(rpc: Any, rank: int, job: dict[str, Any], name: str) -> None:
     """Be the worker ``name`` of ``job["processes"]`` workers."""
     common = {
-        "init_method": f"file://{job['meeting_place']}/store",
+        "init_method": init_method(rank, job),
         "num_worker_threads": max(16, 2 * job["processes"]),
         "rpc_timeout": TIMEOUT_S,
     }

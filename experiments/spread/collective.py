@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..harness.processes import Launcher
+from ..peers.meeting import init_method
 from .experts import Experts
 from .mixture import measured
 
@@ -70,9 +71,8 @@ def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
         import rdmarpc
 
         assert rdmarpc.__name__  # it tells torch of the backend
-    store, size = dist.FileStore(f"{job['meeting_place']}/group", -1), job["processes"]
-    limit = timedelta(seconds=job["timeout_s"])
-    dist.init_process_group(BACKENDS[job["library"]], store=store, rank=rank, world_size=size, timeout=limit)
+    where, limit = init_method(rank, job, "group"), timedelta(seconds=job["timeout_s"])
+    dist.init_process_group(BACKENDS[job["library"]], init_method=where, rank=rank, world_size=job["processes"], timeout=limit)
     figures, results = measured(rank, AllToAll(rank, job), job)
     dist.barrier()
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Container
 from typing import Any
+from urllib.parse import urlparse
 
 from ..ground import device_maps, forked
 from ..ground.worker_info import WorkerInfo
@@ -16,6 +17,10 @@ from .registry import Registry
 from .rendezvous import Rendezvous, open_store
 
 _LEAVE_TIMEOUT_S = 5.0
+_IN_A_FILE = (
+    "%d hosts meet in one file (%s): where its file system has no locks that hold between hosts, workers overwrite what others "
+    "wrote there, and may wait for ever; init_method='tcp://HOST:PORT' or 'env://' needs no locks"
+)
 
 
 class Group:
@@ -42,6 +47,8 @@ class Group:
             assert self._registry is not None
             return self._registry.begin(options), options.transport
         secret, hosts = self._meeting.begin(self.me.name, options)
+        if len(hosts) > 1 and self.me.id == 0 and urlparse(options.init_method).scheme == "file":
+            logging.getLogger("rdmarpc").warning(_IN_A_FILE, len(hosts), options.init_method)
         alone = options.transport == "auto" and len(hosts) == 1
         return secret, "shm" if alone else options.transport
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -190,16 +190,22 @@ class Rendezvous:
         """Wait until all workers have come here. Each worker calls this last, so that none closes its connections before. Rank
         0, which may host the store, stays until all others have seen that."""
         deadline = time.monotonic() + timeout
-        self._store.add("left", 1)
-        self._wait_count("left", self.world_size, deadline)
+        self._say("left")
+        self._wait_said("left", range(self.world_size), deadline)
         if self.rank != 0:
-            self._store.add("gone", 1)
+            self._say("gone")
         else:
-            self._wait_count("gone", self.world_size - 1, deadline)
+            self._wait_said("gone", range(1, self.world_size), deadline)
 
-    def _wait_count(self, key: str, count: int, deadline: float) -> None:
+    def _say(self, word: str) -> None:
+        """Each worker has a key of its own. A count would be written by all of them, by each look at it, too: workers on hosts
+        whose file locks do not hold between them would overwrite each other's in a store that is a file."""
+        self._store.set(f"{word}/{self.rank}", "1")
+
+    def _wait_said(self, word: str, ranks: Iterable[int], deadline: float) -> None:
+        keys = [f"{word}/{rank}" for rank in ranks]
         pause = _FIRST_POLL_S
-        while self._store.add(key, 0) < count and time.monotonic() < deadline:
+        while keys and not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_S)
 

@@ -55,10 +55,10 @@ def assert_steady(result: dict[str, Any]) -> None:
 
 
 def test_default_job_learns_and_shows_it(tmp_path: Path) -> None:
-    done = train("epochs=5", f"hydra.run.dir={tmp_path}", fresh=True)
+    done = train("epochs=3", f"hydra.run.dir={tmp_path}", fresh=True)
     assert done.returncode == 0, done.stdout
     result = result_in(tmp_path)
-    assert result["accuracy"] >= 0.95
+    assert result["accuracy"] >= 0.9
     assert_steady(result)
     assert {"single_process", "rdmarpc", "torch_rpc"} == set(result["step_ms"])
     plans = transfers.load(tmp_path / "placement.json")

@@ -18,9 +18,10 @@ from typing import Any
 
 from cluster_faults import Case
 from cluster_hosts import HOME, Cluster, Host
-from cluster_slurm import JOB_S
 from guest import GENERIC
 
+TURN_S, APP_S = 1200, 2700.0
+"""Emulated hosts need a minute to import torch, and an app has a turn for each library."""
 APPS: dict[str, list[str]] = {
     "grid": ["functions=[identity]", "sizes=[40000,4000000]", "batches=2", "calls=4"],
     "dlrm": ["steps=3"],
@@ -51,7 +52,7 @@ def step(name: str, cluster: Cluster, device: str) -> tuple[str, float]:
 
 
 def by_submitit(cluster: Cluster, device: str) -> tuple[str, float]:
-    options = {"nodes": 2, "tasks_per_node": 1, "timeout_min": int(JOB_S // 60)}
+    options = {"nodes": 2, "tasks_per_node": 1, "timeout_min": int(APP_S // 60)}
     chosen = [f"hydra.launcher.{name}={value}" for name, value in options.items()]
     where = f"hydra.sweep.dir={HOME}/apps/submitit"
     command = [*_app("grid", device), "-m", "cluster=slurm", "hydra/launcher=submitit_slurm", *chosen, where]
@@ -66,7 +67,7 @@ def by_torchrun(cluster: Cluster, device: str) -> tuple[str, float]:
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", *meeting, *job])
 
     def launch(run: Callable[..., object]) -> None:
-        other = second.start(command, **_environment(cluster))
+        other = second.start(command, APP_S, **_environment(cluster))
         run(command)
         assert other.wait() == 0, other.output().decode()[-2000:]
 
@@ -75,7 +76,7 @@ def by_torchrun(cluster: Cluster, device: str) -> tuple[str, float]:
 
 def _app(name: str, device: str) -> list[str]:
     over = f"devices=[{device}]" if name == "grid" else f"device={device}"
-    return [sys.executable, "-m", f"experiments.{name}", "quick=true", over, *APPS[name]]
+    return [sys.executable, "-m", f"experiments.{name}", "quick=true", f"timeout_s={TURN_S}", over, *APPS[name]]
 
 
 _secret = secrets.token_hex(32)
@@ -91,7 +92,7 @@ def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[
     first: Host = cluster.hosts[0]
     before = [host.rdma_counters() for host in cluster.hosts]
     begin = time.monotonic()
-    launch(lambda command: first.sh(command, JOB_S, **_environment(cluster)))
+    launch(lambda command: first.sh(command, APP_S, **_environment(cluster)))
     seconds = time.monotonic() - begin
     found = [path for path in sorted((cluster.home / "apps" / folder).rglob("*.json")) if path.parent.name != ".hydra"]
     assert len(found) == 1, f"one result expected: {found}"

@@ -83,7 +83,7 @@ def wander(case, seeds):
 
 @pytest.mark.parametrize("case", LARGE)
 def test_random_orders(case):
-    wander(case, 60)
+    wander(case, 30)
 
 
 def twice(method):

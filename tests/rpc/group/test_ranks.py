@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
 import pytest
+import torch.distributed as dist
 from called import identity
 from group import die, results, run_group
 from ports import free_port
@@ -14,6 +18,7 @@ from test_secrets import calls
 from timing import eventually
 
 import rdmarpc as rpc
+from rdmarpc.group import rendezvous
 from rdmarpc.group.rendezvous import Rendezvous
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
@@ -110,3 +115,19 @@ def test_the_store_ends_before_all_are_there():
     outcomes = run_group(calls, 3, ranks=[0, 1], rpc_timeout=20, each={0: {"rpc_timeout": 4.0}}, **place("tcp"))
     assert outcomes[0].error == "TransferTimeout" and outcomes[1].error == "PeerLost"
     assert "no sign of rank 2" in outcomes[1].text and "rank 0" in outcomes[1].text
+
+
+def test_who_waits_to_leave_writes_nothing(tmp_path, monkeypatch):
+    """Hosts whose file locks do not hold between them would overwrite what each of them writes at every look."""
+    monkeypatch.setattr(rendezvous, "_generation", itertools.repeat(0))  # both in one process
+    file = tmp_path / "store"
+    meetings = [Rendezvous(dist.FileStore(str(file), 2), rank, 2, 10.0) for rank in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meetings[0].leave, 10.0)
+        eventually(lambda: file.stat().st_size > 0 and b"left" in file.read_bytes())
+        before = file.read_bytes()
+        time.sleep(0.2)
+        assert file.read_bytes() == before
+        meetings[1].leave(10.0)
+        first.result(10)
+    assert [file.read_bytes().count(word) for word in (b"left/0", b"left/1", b"gone/1")] == [1, 1, 1]

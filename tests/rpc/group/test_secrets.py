@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 from functools import partial
@@ -121,6 +122,20 @@ def test_several_hosts_need_a_secret():
 )
 def test_several_hosts_with_a_secret_or_by_name_without(options):
     assert results(run_group(elsewhere, 2, dynamic=True, transport="tcp", **options)) == ["fine", "fine"]
+
+
+def meets_in_a_file(meeting):
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("rdmarpc").addHandler(handler)
+    assert elsewhere(meeting) == "fine"
+    return [text for text in said if "2 hosts meet in one file (file://" in text and "tcp://HOST:PORT" in text]
+
+
+def test_several_hosts_that_meet_in_a_file_are_warned():
+    found = results(run_group(meets_in_a_file, 2, dynamic=True, transport="tcp", environment={"RDMARPC_SECRET": SECRET}))
+    assert [len(warnings) for warnings in found] == [1, 0]
 
 
 def private(folder: Path, mode: int = 0o700) -> dict[str, str]:
