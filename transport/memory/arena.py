@@ -24,6 +24,7 @@ from math import prod
 import torch
 
 from ..errors import ArenaFull, RdmaError
+from . import children
 
 ALIGN = 64
 SEGMENT_BYTES = 64 << 20
@@ -47,6 +48,7 @@ class Segment:
 
     def __init__(self, number: int, key: int, memory: mmap.mmap, pool: Pool, fd: int = -1) -> None:
         self.number, self.key, self.pool, self.fd = number, key, pool, fd
+        self.shared = fd >= 0
         self.view = memoryview(memory)
         self.nbytes = len(memory)
         self.address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
@@ -258,6 +260,7 @@ class Arena:
         # Filled by weak reference callbacks, which run anywhere, even inside ``allocate``: append only, no lock.
         self._returned: deque[Block] = deque()
         self._by_address: tuple[list[int], list[Segment]] = ([], [])  # replaced, never changed
+        children.watch(self)
 
     @property
     def segments(self) -> list[Segment]:
@@ -372,8 +375,17 @@ class Arena:
             found[lease.purpose] = found.get(lease.purpose, 0) + lease.block.nbytes
         return found
 
+    def shown(self) -> list[children.Shown]:
+        """The live tensors in shared memory that code of the user may see. Takes no lock."""
+        found = []
+        for address, lease in list(self._leases.items()):
+            if lease.purpose != RINGS and lease.block.segment.shared and (view := lease()) is not None:
+                found.append(children.Shown(address, lease.block.nbytes, view))
+        return found
+
     def close(self) -> None:
         """Let go of the segments: each lives for as long as a tensor over it is held. Idempotent."""
+        children.leave(self.shown())
         with self._lock:
             self._new_segment, self._drop_segment = _closed, Segment.close
             for pool in {segment.pool for segment in self.segments}:

@@ -9,9 +9,11 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
+from ..memory import children
 from ..memory.attach import transfer, why_not
 from ..memory.mapping import address_of, mapped
 from ..peers.guard import broken_by
@@ -56,6 +58,7 @@ class PeerMemory:
         self._views: dict[int, memoryview] = {}
         self._adoptions: dict[int, _Adoption] = {}
         self._owner = os.getpid()
+        children.watch(self)
 
     @property
     def peer(self) -> str:
@@ -149,6 +152,11 @@ class PeerMemory:
         self._adoptions[id(adoption)] = adoption
         # The storage holds ``view``, and that the mapping.
         return torch.frombuffer(view, dtype=torch.uint8)
+
+    def shown(self) -> list[children.Shown]:
+        """What was adopted and is in use. Takes no lock."""
+        found = [view for adoption in list(self._adoptions.values()) if (view := adoption()) is not None]
+        return [children.Shown(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, view) for view in found]
 
     def disown(self, adoption: _Adoption) -> None:
         # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.

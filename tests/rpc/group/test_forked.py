@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from programs import run
 from torch.utils.data import DataLoader, Dataset
 
 import rdmarpc as rpc
+from rdmarpc.transport.memory import children
 
 DEVICES = ["shm", "tcp"]
 
@@ -123,6 +125,85 @@ class Rows(Dataset):
 
     def __getitem__(self, at):
         return self.whole[at]
+
+
+def filled(tensor, value):
+    return tensor.fill_(value)
+
+
+def in_a_fork(tensor):
+    """A fork that waits for its pipe, then says what ``tensor`` holds there, and writes to it."""
+    asked, said = mp.Pipe(), mp.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        asked[0].recv()
+        said[1].send((tensor.unique().tolist(), tensor.fill_(3).sum().item()))
+        os._exit(0)
+    return pid, asked[1], said[0]
+
+
+def said_by(child):
+    pid, asked, said = child
+    asked.send("now")
+    assert said.poll(20)
+    heard = said.recv()
+    assert os.waitpid(pid, 0)[1] == 0
+    return heard
+
+
+_children = []
+
+
+def keep_in_a_fork(tensor):
+    _children.append(in_a_fork(tensor))
+
+
+def said_there():
+    return said_by(_children.pop())
+
+
+def memory_of_forks(rank):
+    size = 50_000
+    if rank == 0:
+        for function, args in ((torch.full, ((size,), 1.0)), (filled, (torch.empty(size), 1.0))):  # the latter is handed over
+            for _ in range(3):
+                came = rpc.rpc_sync("worker1", function, args)
+            child = in_a_fork(came)
+            came.add_(1)
+            del came
+            for _ in range(20):
+                rpc.rpc_sync("worker1", function, (*args[:-1], 9.0))
+            assert said_by(child) == ([1.0], 3.0 * size)
+            came = rpc.rpc_sync("worker1", function, args)
+            assert said_by(in_a_fork(came)) == ([1.0], 3.0 * size)
+            assert came.sum() == size
+        for _ in range(3):
+            rpc.rpc_sync("worker1", torch.sum, (torch.full((size,), 9.0),))
+        rpc.rpc_sync("worker1", keep_in_a_fork, (torch.full((size,), 1.0),))
+        for _ in range(20):
+            rpc.rpc_sync("worker1", torch.sum, (torch.full((size,), 9.0),))
+        assert rpc.rpc_sync("worker1", said_there) == ([1.0], 3.0 * size)
+        children.LIMIT, limit = size, children.LIMIT
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            child = in_a_fork(came)
+        children.LIMIT = limit
+        assert said_by(child) == ([1.0], 3.0 * size)
+        said = [str(each.message) for each in warned if "too much to copy for a forked child" in str(each.message)]
+        assert len(said) == (rpc.api._get_current_rpc_agent().device.memory.shared)  # else a fork copies on write
+        came.fill_(1)
+    rpc.shutdown()
+    if rank == 0:
+        child = in_a_fork(came)
+        came.add_(1)
+        assert said_by(child) == ([1.0], 3.0 * size)
+        assert came.sum() == 2 * size
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fork_has_the_tensors_as_they_were(device):
+    results(run_group(memory_of_forks, transport=device))
 
 
 def loads_data(rank):
