@@ -357,12 +357,12 @@ class Callee:
 
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)
-        if found is None:
+        if found is None or not serialize.current(found):
             try:
                 found = permits.load_called(name)
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
-            if len(name) <= _MAX_NAME:
+            if len(name) <= _MAX_NAME and serialize.refers(name, found):
                 if len(self._functions) >= _MAX_FUNCTIONS:
                     self._functions.clear()
                 self._functions[name] = found

@@ -81,7 +81,7 @@ class Permits:
         module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
         if module == "rdmarpc.wrapped.model" and name == "wrap":
             self.wraps = True
-        elif callable(item) and module and name and _walk(module, name) is item:
+        elif callable(item) and module and name and walk(module, name) is item:
             self._named[module, name] = item
         elif isinstance(item, _NAMED_SO) and plumbing.owner_of(item):
             self._members.add(item)
@@ -110,7 +110,7 @@ class Permits:
             return found
         if not self._covers(module, name):
             raise self._refuse(f"{module}.{name}")
-        found = _walk(module, name)
+        found = walk(module, name)
         if found is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # Itself, not what it imports, nor what can be reached by way of it.
@@ -139,7 +139,7 @@ class Permits:
         if places_parts and not self.wraps:
             raise self._refuse(f"{module}.{name}", _WRAP)
         if places_parts or plumbing.called(module, name):
-            return _walk(module, name)
+            return walk(module, name)
         return self.find(module, name)
 
     def _member(self, owner: Any, name: str) -> Any:
@@ -230,7 +230,7 @@ class _Careful(_Python):
     dispatch: ClassVar[dict[int, Any]] = {**_Python.dispatch, _BUILD[0]: load_build}
 
 
-def _walk(module: str, name: str) -> Any:
+def walk(module: str, name: str) -> Any:
     """The object under a dotted name in a module that is imported already; ``None`` if there is none."""
     found: Any = sys.modules.get(module)
     for step in name.split("."):

@@ -352,6 +352,21 @@ def reference(function: Any) -> bytes | None:
     return found
 
 
+def current(function: Any) -> bool:
+    """Whether the name of a function or class still stands for it: it may have been replaced, or its module loaded again."""
+    if type(function) is not FunctionType and not isinstance(function, type):
+        return True
+    return permits.walk(function.__module__, function.__qualname__) is function
+
+
+def refers(pickled: bytes, function: Any) -> bool:
+    """Whether this is the reference to a function by its own name, rather than by one that stands for it for a while."""
+    try:
+        return reference(function) == pickled and current(function)
+    except Exception:  # whatever stands there
+        return False
+
+
 def label(function: Any, args: tuple[Any, ...]) -> str:
     """The name of a callable in the signature of a call, if its pickled reference is missing or says too little. It is the name
     of its function, the same for all objects of a class. If two functions have one name, they only share landing places.

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -303,6 +304,39 @@ def fetch(reference):
 @pytest.mark.parametrize("device", DEVICES)
 def test_references(device):
     results(run_group(references, 3, transport=device))
+
+
+def first_version():
+    return "first"
+
+
+def another_version():
+    return "another"
+
+
+_VERSIONS = {"first": first_version, "another": another_version, "lambda": lambda: "lambda", "partial": partial(str, "partial")}
+
+
+def have(version):
+    globals()["first_version"] = _VERSIONS[version]
+    Counter.twice = staticmethod(_VERSIONS[version])
+
+
+def replaced_functions(rank):
+    if rank == 0:
+        ours, twice = first_version, Counter.twice  # they are not replaced here
+        for version in ("first", "another", "first", "lambda", "partial", "another", "first"):
+            rpc.rpc_sync("worker1", have, (version,))
+            for _ in range(2):
+                assert rpc.rpc_sync("worker1", ours) == version
+                assert rpc.remote("worker1", ours).to_here() == version
+                if version != "first":
+                    assert rpc.rpc_sync("worker1", twice) == version
+    rpc.shutdown()
+
+
+def test_functions_that_are_replaced_at_their_worker():
+    results(run_group(replaced_functions))
 
 
 def idle(rank):
