@@ -45,7 +45,18 @@ from ..links.frames import (
 from ..links.post import Post
 from ..links.ring import Link, Room
 from ..message import serialize
-from ..message.tensors import NOTHING, Landing, Memory, Outgoing, describe_all, pack, pack_lone, size_classes
+from ..message.tensors import (
+    NOTHING,
+    WORD_BYTES,
+    Landing,
+    Memory,
+    Outgoing,
+    describe_all,
+    pack,
+    pack_lone,
+    recallable,
+    size_classes,
+)
 from ..polling.pool import Pool
 from ..polling.role import Role
 from ..references.context import RRefContext
@@ -104,6 +115,9 @@ def _place(
     places = granted[1] if granted else None
     out = pack(described, device, link.channel, places, memory, pending.deadline)
     pending.key, pending.keep = (label, sizes), out.lent
+    if out.lent:
+        pending.word = memory.empty(link.channel, WORD_BYTES, pending.deadline).zero_()
+        out = recallable(out, pending.word, device, link.channel)
     return out, granted[0] if granted else 0
 
 
@@ -417,6 +431,7 @@ class Caller:
         """Move a call to ``expired``, as nobody wants its answer any more. ``False`` if its answer came at the last moment."""
         # In one table or the other at every moment: ``creates`` must find it.
         self.expired[pending.call] = pending
+        pending.recall()
         if self.pending.pop(pending.call, None) is None:
             # It is being entered: where somebody has a future, soon, by the pool.
             self.expired.pop(pending.call, None)
@@ -464,6 +479,7 @@ class Caller:
                 if pending is None:
                     continue
                 found.append(pending)
+                pending.recall()  # a peer that was stopped may read on
                 if calls is self.expired:
                     continue
                 self._answer(pending, error)

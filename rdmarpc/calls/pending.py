@@ -77,6 +77,8 @@ class Pending:
     """The signature: function and sizes of the large arguments."""
     keep: Any = None
     """Memory that the callee may still read."""
+    word: torch.Tensor | None = None
+    """Not 0 once the call is given up: what the callee READs from then on of ``keep`` may have changed."""
     landing: Landing | None = None
     """The landing places where the callee may still write the result."""
     context: Context | None = None
@@ -119,6 +121,11 @@ class Pending:
     def abandon(self) -> None:
         """Give up a call without a future, whose answer nobody wants any more."""
         self.caller.abandon(self)
+
+    def recall(self) -> None:
+        """Have the callee not use what it has not READ so far, as the memory may be written to from now on."""
+        if self.word is not None:
+            self.word.fill_(1)
 
     def timed_out(self) -> TransferTimeout:
         """The error that ends the call at its deadline."""

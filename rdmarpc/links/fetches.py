@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from ..message.tensors import Memory, to_read
-from ..transport import Channel, RdmaError, TransferTimeout, bare, fresh
+from ..message.tensors import WORD_BYTES, Memory, check_wanted, to_read
+from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, bare, fresh
 from ..transport.channel import Work
 from . import bulks
 from .bulks import Source
@@ -43,7 +43,7 @@ class Fetch:
 
     A READ owns its memory until it has ended, even if nobody wants the message any more."""
 
-    __slots__ = ("_body", "_link", "_under_way", "_work", "error", "frame", "ready", "runs")
+    __slots__ = ("_body", "_link", "_place", "_under_way", "_word", "_work", "error", "frame", "ready", "runs")
 
     def __init__(self, link: Source, frame: Frame) -> None:
         self._link, self.frame = link, frame
@@ -52,6 +52,8 @@ class Fetch:
         self.error: BaseException | None = None
         self._under_way: torch.Tensor | None = None  # the body, until it is here
         self._body: torch.Tensor | None = None
+        self._place: RemoteRegion | None = None  # of the word of a request that is recallable, until it is READ
+        self._word: torch.Tensor | None = None
         self._work: Work | None = None
 
     def advance(self, memory: Memory, deadline: float | None = None) -> Work | None:
@@ -117,18 +119,29 @@ class Fetch:
     def _next(self, memory: Memory, deadline: float | None) -> Work | None:
         link, frame = self._link, self.frame
         if self.runs is not None:
-            return None
+            return self._look(memory, deadline)
         if frame.flags & BULK and self._body is None:
             self._under_way, place = bulks.place_of(frame, memory, link, deadline)
             return link.channel.memcpy(self._under_way, place)
         if not frame.flags & READS:
             self.runs = []
             return None
-        places = to_read(*bulks.table_of(frame, self._body))
+        places, self._place = to_read(*bulks.table_of(frame, self._body))
         runs = [memory.empty(link.channel, nbytes, deadline) for nbytes, _ in places]
         work = link.channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
         self.runs = runs
         return work
+
+    def _look(self, memory: Memory, deadline: float | None) -> Work | None:
+        """READ the word of a recallable request when its runs are here, then look at it."""
+        if self._place is not None:
+            self._word = memory.empty(self._link.channel, WORD_BYTES, deadline)
+            place, self._place = self._place, None
+            return self._link.channel.memcpy(self._word, place)
+        word, self._word = self._word, None
+        if word is not None:
+            check_wanted(word)
+        return None
 
 
 class Held:

@@ -35,6 +35,8 @@ _MAX_KNOWN = 4096
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 _HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+WORD_BYTES = 8
+"""Of the word of a request that is ``recallable``."""
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 
@@ -247,6 +249,20 @@ def pack(
     return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
 
 
+def recallable(out: Outgoing, word: torch.Tensor, device: Device, channel: Channel) -> Outgoing:
+    """A request whose sender may give it up, and write to what is lent, before the receiver has READ it: ``word`` is not 0
+    then. The receiver looks at it when it has READ all else."""
+    return out._replace(table=out.table + device.lend(word, channel).dump())
+
+
+def check_wanted(word: torch.Tensor) -> None:
+    """Raise ``RdmaError`` if the word of a ``recallable`` request, READ after its tensors, says that it was given up."""
+    if word.count_nonzero():
+        raise RdmaError(
+            "its caller gave this call up before its arguments were read, and may have changed them: it does not run"
+        )
+
+
 def pack_handed(text: bytes, place: bytes) -> Outgoing:
     """One tensor that was handed over (``handover.Handovers.give``)."""
     return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
@@ -317,11 +333,25 @@ def unpack(
                 at += RemoteRegion.WIRE_SIZE
         runs.append(run)
         tensors.append(layout.rebuilt(run, what))
-    if len(reads) == 1:
-        channel.memcpy(*reads[0]).wait()
-    elif reads:
-        channel.prepare(reads).post().wait()
+    if reads:
+        _read(reads, _word(table, at), memory, channel, deadline)
     return tensors, tuple(sizes), bool(reads or was_read)
+
+
+def _read(
+    reads: list[tuple[torch.Tensor, RemoteRegion]],
+    place: RemoteRegion | None,
+    memory: Memory,
+    channel: Channel,
+    deadline: float | None,
+) -> None:
+    """READ these runs, then the word at ``place``, if there is one."""
+    work = channel.memcpy(*reads[0]) if len(reads) == 1 else channel.prepare(reads).post()
+    work.wait()
+    if place is not None:
+        word = memory.empty(channel, WORD_BYTES, deadline)
+        channel.memcpy(word, place).wait()
+        check_wanted(word)
 
 
 def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, text: bytes | None, channel: Channel) -> None:
@@ -344,8 +374,8 @@ _AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size
 _TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
 
 
-def to_read(table: bytes, count: int) -> list[tuple[int, RemoteRegion]]:
-    """Bytes and place of each run of a message that is to be READ."""
+def to_read(table: bytes, count: int) -> tuple[list[tuple[int, RemoteRegion]], RemoteRegion | None]:
+    """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is ``recallable``."""
     found, at = [], 0
     for _ in range(count):
         way, length = _ENTRY.unpack_from(table, at)
@@ -354,7 +384,17 @@ def to_read(table: bytes, count: int) -> list[tuple[int, RemoteRegion]]:
             place = RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])
             found.append((layout.decode(table[at - length : at]).nbytes, place))
         at += _AFTER.get(way, 0)
-    return found
+    return found, _word(table, at)
+
+
+def _word(table: bytes, at: int) -> RemoteRegion | None:
+    """The place behind the entries of a table, which end at ``at``."""
+    rest = table[at:]
+    if not rest:
+        return None
+    if len(rest) != RemoteRegion.WIRE_SIZE or (place := RemoteRegion.load(rest)).nbytes != WORD_BYTES:
+        raise RdmaError(f"{len(rest)} bytes behind the tensors of a message name no word")
+    return place
 
 
 def traffic(out: Outgoing) -> dict[str, int]:
