@@ -115,9 +115,12 @@ def _place(
     places = granted[1] if granted else None
     out = pack(described, device, link.channel, places, memory, pending.deadline)
     pending.key, pending.keep = (label, sizes), out.lent
-    if out.lent:
-        pending.word = memory.empty(link.channel, WORD_BYTES, pending.deadline).zero_()
-        out = recallable(out, pending.word, device, link.channel)
+    runs = {id(run) for run, *_ in described.entries}
+    if any(id(lent) in runs for lent in out.lent):  # the program's own memory, and no copy
+        word = torch.zeros(WORD_BYTES, dtype=torch.uint8, device="cpu")
+        if not device.can_lend(word, link.channel):
+            word = memory.empty(link.channel, WORD_BYTES, pending.deadline).zero_()
+        pending.word, out = word, recallable(out, word, device, link.channel)
     return out, granted[0] if granted else 0
 
 
