@@ -69,6 +69,8 @@ class Claim:
     rank: int
     pid: int
     host: str
+    pids: int
+    """The namespace of ``pid``: containers on one host may have their own."""
     source: str
     place: str
     """The file of this user's secret, or the reason why there is none."""
@@ -95,7 +97,8 @@ def claim(name: str, rank: int, options: RpcBackendOptions) -> tuple[Claim, byte
             place, mark = f"{path} of user {os.geteuid()}", hmac.digest(secret, b"mark", hashlib.sha256)[:8].hex()
         except AuthenticationError as error:
             place = error.message
-    return Claim(name, rank, os.getpid(), host_id(), source, place, mark, secrets.token_hex(8)), secret
+    process = os.getpid(), host_id(), os.stat("/proc/self/ns/pid").st_ino
+    return Claim(name, rank, *process, source, place, mark, secrets.token_hex(8)), secret
 
 
 def agree(claims: Sequence[Claim]) -> str:

@@ -15,6 +15,7 @@ import os
 
 import torch.distributed as dist
 
+from ..transport.shm.channel import runs as process_runs
 from .job_secret import Claim
 
 _KEY = "lives"
@@ -25,18 +26,13 @@ def restarted_by_launcher() -> bool:
 
 
 def runs(claim: Claim, mine: Claim) -> bool | None:
-    """Whether the process of a claim still runs; None: it is on another host."""
-    if claim.host != mine.host:
+    """Whether the process of a claim has not ended; None: its number says nothing here, on another host or in another
+    container."""
+    if (claim.host, claim.pids) != (mine.host, mine.pids):
         return None
     if claim.pid == mine.pid:
         return False  # an earlier process with our number
-    try:
-        os.kill(claim.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return process_runs(claim.pid)
 
 
 class Lives:

@@ -250,7 +250,7 @@ def _since(first: Claim, mine: Claim) -> str:
     """A text about the other process that has our rank."""
     running = runs(first, mine)
     if running is None:
-        return ", on another host"
+        return ", on another host or in another container"
     if running:
         return f" (process {first.pid})"
     return f" (process {first.pid}, which has ended): a group meets once; start all workers again, with a fresh store"

@@ -61,7 +61,7 @@ class Domain:
         if found is not None and found.error is None:
             return found
         if self.token < token:
-            made = self.device.connect(address, hello=self.token.encode(), timeout=min(timeout, _CONNECT_S))
+            made = self._connect(address, name, min(timeout, _CONNECT_S))
             made.peer = f"{name} ({made.peer})"
             with self._changed:
                 other = self._channels.get(token)
@@ -77,6 +77,13 @@ class Domain:
         if name not in found.peer:
             found.peer = f"{name} ({found.peer})"
         return found
+
+    def _connect(self, address: bytes, name: str, timeout: float) -> Channel:
+        try:
+            return self.device.connect(address, hello=self.token.encode(), timeout=timeout)
+        except PeerLost as error:
+            text = f"{name} was lost before it had joined the group: {error.message}"
+            raise PeerLost(text, peer=name, device=error.device, status=error.status) from None
 
     def _come(self, token: str) -> Channel | None:
         """The channel that this member opens, if it comes within a moment."""

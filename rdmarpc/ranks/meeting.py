@@ -10,11 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from ..group.job_secret import INSECURE, USERS, Claim, agree, claim
-from ..group.lives import Lives, restarted_by_launcher
+from ..group.lives import Lives, restarted_by_launcher, runs
 from ..options import RpcBackendOptions
 from ..transport import PeerLost, RdmaError, TransferTimeout
 from ..transport.exchange.lane import Lane
@@ -83,6 +84,7 @@ class Meeting:
         found = {place: known.known(each) for place, each in enumerate(ranks)} if known is not None else {}
         self._channels = {place: channel for place, channel in found.items() if channel is not None}
         """To members, as far as there are any yet."""
+        self._claims: list[Claim] = []
         self._ours = not restarted_by_launcher()
         """Whether the store has nothing of earlier lives (``Lives``)."""
 
@@ -104,10 +106,26 @@ class Meeting:
 
     def _look(self, keys: Sequence[str]) -> None:
         """Raise ``PeerLost`` if a member that has not told this yet was lost."""
-        for place, channel in self._channels.items():
-            if channel.error is not None and not self._store.check([keys[place]]):
-                text = f"rank {self._ranks[place]} was lost before it had joined the group: {channel.error.message}"
-                raise PeerLost(text, peer=channel.peer)
+        for place, key in enumerate(keys):
+            lost = self._loss(place)
+            if lost is not None and not self._store.check([key]):
+                raise lost
+
+    def _loss(self, place: int) -> PeerLost | None:
+        """What to raise if a member was lost: its channel says so, or, as long as there is none, its process has ended."""
+        channel, text = self._channels.get(place), f"rank {self._ranks[place]} was lost before it had joined the group"
+        if channel is not None:
+            error = channel.error
+            return None if error is None else PeerLost(f"{text}: {error.message}", peer=channel.peer)
+        if not self._claims or place == self.rank or runs(self._claims[place], self._claims[self.rank]) is not False:
+            return None
+        return PeerLost(f"{text}: process {self._claims[place].pid} has ended", hint="its own output may say why")
+
+    def _check_member(self, place: int) -> None:
+        """Raise if a rank has told that it could not join, or this one was lost."""
+        self.check()
+        if (lost := self._loss(place)) is not None:
+            raise lost
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
         deadline, pause = time.monotonic() + self.timeout, _LOOK_S
@@ -141,7 +159,7 @@ class Meeting:
             self._until(lives.agreed, lambda: lives.missing)
             self._store = dist.PrefixStore(str(lives.number), self._store)
             self._ours = True
-        claims = [Claim.load(text) for text in self.all("claim", mine.dump())]
+        claims = self._claims = [Claim.load(text) for text in self.all("claim", mine.dump())]
         agreed = agree(claims)
         if agreed == INSECURE:
             if self.rank == 0:
@@ -176,7 +194,8 @@ class Meeting:
             if rank == self.rank:
                 continue
             called = self._ranks[rank]
-            channel = domain.channel(member.token, member.address, f"rank {called}", self.timeout, self.check)
+            check = partial(self._check_member, rank)
+            channel = domain.channel(member.token, member.address, f"rank {called}", self.timeout, check)
             domain.tokens[called], self._channels[rank] = member.token, channel
             for lanes in made:
                 lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)

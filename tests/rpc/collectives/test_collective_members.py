@@ -46,6 +46,36 @@ def test_a_rank_that_cannot_join_is_named_at_once():
     results(run_group(_without_memory, 3, dynamic=True, timeout=100))
 
 
+def _dies_as_it_joins(meeting: Meeting) -> None:
+    """Rank 0 dies before it tells as ``kind`` what the other waits for, or just after, before they are connected."""
+    from rdmarpc.ranks import meeting as ranks
+    from rdmarpc.transport import PeerLost
+
+    kind, told = os.environ["TEST_KIND"], os.environ["TEST_TOLD"]
+    if meeting.rank == 0:
+        whole = ranks.Meeting.all
+
+        def dying(self: ranks.Meeting, what: str, mine: str) -> list[bytes]:
+            if what != kind:
+                return whole(self, what, mine)
+            if told:
+                self._store.set(f"{what}/{self.rank}", mine)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return []
+
+        ranks.Meeting.all = dying  # type: ignore[method-assign]
+    with pytest.raises(PeerLost, match=r"rank 0 was lost before it had joined the group: (process \d+ has|nobody listens)"):
+        join(meeting, 2, "dies")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("claim", "1"), ("member", ""), ("member", "1")])
+def test_a_rank_that_dies_before_it_is_connected_is_lost_at_once(kind: str, told: str):
+    """The other waited for it as long as the group's timeout, 30 minutes by default, or named it by its address."""
+    outcomes = run_group(_dies_as_it_joins, 2, dynamic=True, environment={"TEST_KIND": kind, "TEST_TOLD": told}, timeout=100)
+    assert not outcomes[1].error, outcomes[1].text
+    assert outcomes[0].exit_code == -signal.SIGKILL
+
+
 def _named(meeting: Meeting) -> None:
     """Rank 2 of all is rank 1 of this group."""
     from rdmarpc.ranks.signature import Mismatch
