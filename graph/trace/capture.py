@@ -372,7 +372,14 @@ def annotate(node: fx.Node, scope: str) -> None:
     """What an operation must know of where the forward ran it: in which module, and whether autograd looked on."""
     if torch._C._is_any_autocast_enabled():
         raise NotSupported("the forward uses autocast, which does not reach other workers", hint="use it inside of a part")
+    check_inference()
     node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
+
+
+def check_inference() -> None:
+    """Raise ``NotSupported`` where a forward has turned inference mode on: its operations would be differentiated."""
+    if torch.is_inference_mode_enabled():
+        raise NotSupported("the forward uses inference_mode, which a graph does not have", hint="torch.no_grad()")
 
 
 class _Attribute(Augmented, fx.proxy.Attribute):

@@ -28,6 +28,7 @@ from .capture import (
     Capture,
     Join,
     TensorSpec,
+    check_inference,
     first_line,
     mode_of,
     propagate,
@@ -84,6 +85,7 @@ class _NoForgotten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        check_inference()
         first = args[0] if args else None
         what = func.__self__.__name__ if name == "__set__" else ""
         check_question(name, args)

@@ -345,6 +345,24 @@ class Unmarked(GivenMarked):
         return super().forward(x.as_subclass(torch.Tensor))
 
 
+class Inferred(Net):
+    """What it computes in inference mode has no gradient."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        with torch.inference_mode():
+            y = self.body(x)
+        return self.head(y.clone() + x)
+
+
+class InferredHere(Net):
+    def forward(self, x):
+        x = self.body(self.stem(x))
+        with torch.inference_mode():
+            y = torch.sin(x)
+        return self.head(y.clone() + x)
+
+
 EQUAL = "equal"
 CASES: dict[type[Net], str] = {
     OtherName: EQUAL,
@@ -353,6 +371,8 @@ CASES: dict[type[Net], str] = {
     Input: EQUAL,
     Alone: EQUAL,
     Rows: EQUAL,
+    Inferred: EQUAL,
+    InferredHere: EQUAL,
     Dirty: EQUAL,
     Same: EQUAL,
     SameEagerly: EQUAL,
