@@ -25,7 +25,8 @@ from ..outlets import observer
 from ..plan.analyze import TransferGraph
 from ..plan.place import REPORT, Edge
 from ..plan.program import Machine, Segment, fill
-from ..wire.header import Header
+from ..wire.header import DREW, Header
+from ..work.command import unpadded
 from ..work.production import Production
 from .control import Control
 from .exchange import Exchanges
@@ -196,7 +197,10 @@ class Caller:
             self._exchanges.landed(inlet, slot, header)
 
     def _reported(self, inlet: Inlet, slot: Slot, header: Header) -> None:
-        self.ledger.report(inlet.edge.source, slot, header)
+        if header.flags & DREW:
+            self.control.drew([unpadded(slot.payload).decode(errors="replace")])
+        else:
+            self.ledger.report(inlet.edge.source, slot, header)
         slot.close()
 
     # -- the ends

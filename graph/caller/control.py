@@ -45,6 +45,8 @@ class Control:
         """What is called when a backward begins: with its plan and mode."""
         self.reordered: Callable[[Sequence[str]], None] = lambda names: None
         """What is called with tensors whose gradients a backward does not sum in the order of one process."""
+        self.drew: Callable[[Sequence[str]], None] = lambda names: None
+        """What is called with parts that have drawn random numbers at other workers."""
         self.zeroing = Zeroing(parameters, ledger.present)
         self._station, self._ledger, self._timeout, self._lock = station, ledger, timeout, lock
         self._outlets: dict[str, Outlet] = {outlet.edge.target: outlet for outlet in fittings.outlets.values()}

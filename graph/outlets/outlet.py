@@ -154,6 +154,8 @@ class Outlet:
             self.count_staged('staging="always"')
         if found is not None and (found[1] == 0 or strides(edge.shape, found[1]) == payload.stride()):
             return found
+        if payload.numel() == 0:
+            return payload, 0  # nothing crosses, no strides either
         if payload.is_cpu and not edge.device and not payload.is_conj() and not payload.is_neg():
             return payload, -1
         if found is not None:

@@ -32,6 +32,8 @@ SEEN = 512
 """With ``GATHERED``: the sender sees what the consumer writes behind the payload, so the slots may move."""
 LEAVE = 1024
 """A gradient: parameters keep the gradients they have, this backward is about inputs alone. Rides as ``CLEAR`` does."""
+DREW = 2048
+"""A report, for the first time of each part: it has drawn from torch's generator. The payload is its path."""
 
 
 class MicroBatch(NamedTuple):
@@ -100,6 +102,11 @@ class Header(NamedTuple):
     def done(cls, sequence: int) -> Header:
         """A report: see ``DONE``."""
         return cls(0, sequence, DONE)
+
+    @classmethod
+    def drew(cls) -> Header:
+        """A report: see ``DREW``."""
+        return cls(0, 0, DREW)
 
     @classmethod
     def error(cls, sequence: int, fatal: bool) -> Header:

@@ -5,6 +5,7 @@ Jobs run on the executor's thread, after so many ``commands`` as the caller had 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -251,22 +252,35 @@ class Access:
         """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
         gives, as ``encode`` has it, with a ``TensorSpec`` for every tensor, without its device; and whether it has drawn from
         torch's generators; and its ``aliases``; or what it raises, a ``WorkerError``. The part, its buffers, globals and the
-        generators stay as they are."""
+        generators stay as they are, unless it raises: then the part itself has done what it does before that."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
+        def moved() -> tuple[Any, Any]:
+            left = iter(devices)
+            # They are no leaves of autograd's then.
+            return map_tensors(lambda tensor: tensor.to(find(next(left)), copy=True), (args, kwargs))
+
+        runs: list[nn.Module] = []
+
+        def fail() -> None:
+            given, more = moved()
+            with contextlib.suppress(Exception):
+                self._root.get_submodule(path)(*given, **more)
+
         def run() -> tuple[Any, bool, list[tuple[int, int, bool]]]:
             self._use_mode(mode)
             part = deepcopy(self._root.get_submodule(path))
-            left, known = iter(devices), Globals(part)
+            known = Globals(part)
             with forked_generators(self._gpu), torch.enable_grad():
-                # Moved, they are no leaves of autograd's.
-                given, more = map_tensors(lambda tensor: tensor.to(find(next(left)), copy=True), (args, kwargs))
+                given, more = moved()
                 before, mark = Before(given, more), torch_mark(self._gpu)
                 registered = Registered(part)
                 with untouched(part):
+                    runs.append(part)
                     result = part(*given, **more)
+                    runs.clear()
                     registered.check(f"part {path!r}")
                 drew = torch_mark(self._gpu) != mark
             if label := known.changed():
@@ -286,4 +300,6 @@ class Access:
         except RdmaError:
             raise
         except Exception as error:
+            if runs:
+                self._submit(fail, commands)
             return WorkerError.of(error, "", f"part {path!r}").dump(REPORT_BYTES)

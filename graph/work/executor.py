@@ -199,7 +199,7 @@ class Executor(threading.Thread):
             self._finish(run)
         if run.batch is not None and not run.micro.last and run.flow.sink and run.returned and task.half != SECOND:
             # Another micro-batch may begin where backwards end, whatever second halves are left.
-            self._tell(Header.done(run.sequence))
+            self.tell(Header.done(run.sequence))
 
     def _finish(self, run: Run) -> None:
         del self._runs[run.sequence]
@@ -291,7 +291,8 @@ class Executor(threading.Thread):
         if len(seen) > _REMEMBERED:
             seen.popitem(last=False)
 
-    def _tell(self, header: Header, payload: torch.Tensor | None = None) -> None:
+    def tell(self, header: Header, payload: torch.Tensor | None = None) -> None:
+        """Report to the caller. On this thread."""
         if self.report is not None:
             self.report.send(header, payload)
 
@@ -299,17 +300,17 @@ class Executor(threading.Thread):
         """With a byte for each parameter, whether it has a gradient now, if that is news."""
         present = bytes([parameter.grad is not None for parameter in self.machine.parameters])
         if present == self._present:
-            self._tell(Header.done(sequence))
+            self.tell(Header.done(sequence))
             return
         self._present = present
-        self._tell(Header.done(sequence), Command(NOTHING, payload=present).padded(report_bytes(len(present))))
+        self.tell(Header.done(sequence), Command(NOTHING, payload=present).padded(report_bytes(len(present))))
 
     def _send_error(self, sequence: int, error: BaseException, fatal: bool = False, task: str = "") -> None:
         """Forward 0 stands for all, ``fatal`` for all to come."""
         blob = WorkerError.of(error, self.station.name, task).dump(REPORT_BYTES - 8)
         payload = Command(NOTHING, payload=blob).padded(report_bytes(len(self.machine.parameters)))
         try:
-            self._tell(Header.error(sequence, fatal), payload)
+            self.tell(Header.error(sequence, fatal), payload)
         except RdmaError:
             pass  # the caller is gone too: nobody is left to be told
 

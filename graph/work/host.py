@@ -12,11 +12,12 @@ from torch import nn
 from ...transport import RdmaError, TransferTimeout
 from ..edges.station import Fittings, Leased, Offer, Station
 from ..guards.side_effects import Followed
-from ..plan.place import Placement
+from ..plan.place import REPORT_BYTES, Placement, report_bytes
 from ..plan.program import Machine
+from ..wire.header import Header
 from . import stored
 from .access import Access
-from .command import STEP, TO_NONE, ZERO, Command
+from .command import NOTHING, STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
 from .remote_update import build_optimizer, copy_state, load_saved, load_state, read_numbers
@@ -220,7 +221,11 @@ class Host:
         return known if known.follows else part
 
     def _drew(self, path: str) -> None:
-        self.station.counts[f"draws_elsewhere[{path}]"] += 1
+        drawn = f"draws_elsewhere[{path}]"
+        if not self.station.counts[drawn]:
+            payload = Command(NOTHING, payload=path.encode()[: REPORT_BYTES - 8])
+            self.executor.tell(Header.drew(), payload.padded(report_bytes(len(self.parameters))))
+        self.station.counts[drawn] += 1
 
     def _set_mode(self, number: int) -> None:
         training, requires_grad = self._modes[number]

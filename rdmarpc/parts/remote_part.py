@@ -26,6 +26,8 @@ _BEFORE_WRAP = "do that before wrap()"
 _COPY = "do that before wrap(); torch.func.functional_call takes copy.deepcopy(model), which is all here"
 _ABOUT_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 TABLES_OF_HOOKS = (*HOOKS, *GRADIENT_HOOKS, *_ABOUT_HOOKS)
+_LEFT_OUT = {0.0, 1.0}
+"""Chances at which modules of torch draw no number."""
 _OURS = ("training", "_is_full_backward_hook")
 """Attributes of the stand-in itself."""
 
@@ -102,7 +104,8 @@ class RemotePart(nn.Module):
         if name in self._buffers and not isinstance(value, torch.Tensor):
             raise place.refusal(f"its buffer {name!r} cannot be replaced by a {type(value).__name__}")
         before = place.fixed.pop(name, None)
-        gentle = type(before) is float and type(value) is float  # of a class of torch: its operations stay as they are
+        # Of a class of torch: its operations stay as they are, but for those that it leaves out.
+        gentle = type(before) is float and type(value) is float and not {before, value} & _LEFT_OUT
         place.owners.settings.write((place.worker, place.path, name), value, gentle)
         if gentle:
             place.fixed[name] = value

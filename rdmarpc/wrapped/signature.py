@@ -22,7 +22,7 @@ from ..graph.caller.caller import Caller
 from ..graph.caller.stage import Plan
 from ..graph.plan.analyze import TransferGraph
 from ..graph.trace.sizes import Shapes, Sizes
-from ..transport import NotSupported
+from ..transport import NotSupported, RdmaError
 
 OWN_PLANS = 8
 _TRACES = 4
@@ -139,7 +139,9 @@ class Signatures:
                 return self._caller.plan((family, wanted), lambda: graph)
         try:
             return self._make(family, None, build, Sizes(known=False))
-        except NotSupported:
+        except Exception as error:  # the model's own, too: what it does before it fails is to be done
+            if isinstance(error, RdmaError) and not isinstance(error, NotSupported):
+                raise
             plan = self._make(family, shapes, build, Sizes())
             known.dynamic = False  # not before: it may have been these shapes that are wrong
             return plan

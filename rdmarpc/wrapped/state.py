@@ -71,6 +71,7 @@ class State:
         session.here.replica.mixing.tell = self._tell
         session.caller.control.watching = session.goes_backward
         session.caller.control.reordered = self._tell
+        session.caller.control.drew = self._tell_drawn
         self._worlds = Worlds()
         self._look()
 

@@ -140,6 +140,33 @@ def elsewhere() -> None:
     logging.getLogger("rdmarpc").removeHandler(handler)
 
 
+def switched() -> None:
+    """A chance that becomes one, or stays none, after the capture; and a draw that no capture saw, which nobody asks for."""
+    for before, now in ((0.0, 0.5), (1.0, 0.5), (0.0, 1.0), (0.3, 0.0)):
+        model, twin = both(Dropping, {"one": "worker1"})
+        results = []
+        for network in (model, twin):
+            network.one[1].p = before
+            network.eval()(torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1)))
+            network.two.train(), network.one.train()
+            network.one[1].p = now
+            results.append(network(torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1))).detach())
+        assert model.counters()["draws_elsewhere"] == (now == 0.5), (before, now)
+        assert now == 0.5 or torch.equal(*results), (before, now)
+        model.close()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("rdmarpc").addHandler(handler)
+    model, _ = both(lambda: Chances("torch", True), {"part": "worker1"})
+    for _ in range(6):
+        model(torch.ones(3, SIZE)).sum().backward()
+    model.state_dict()  # whatever looks at what has come
+    assert [text.split(":")[0] for text in said] == ["part"]
+    logging.getLogger("rdmarpc").removeHandler(handler)
+    model.close()
+
+
 class Chance(nn.Module):
     """What it draws depends on values, so that only a run on real tensors shows it. ``late``: from its third call on."""
 
@@ -197,6 +224,7 @@ def losses() -> None:
 
 def everything() -> None:
     elsewhere()
+    switched()
     probed()
     losses()
     draw = random.Random(5)

@@ -159,6 +159,55 @@ def test_what_a_step_raises_that_is_set_up_is_as_in_one_process():
     drive(raised_later)
 
 
+class Counted(nn.Module):
+    """Counts, and fails then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm, self.seen = nn.Linear(8, 8), nn.BatchNorm1d(8), 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += 1
+        return self.norm(self.line(x))  # which counts a batch of one, and refuses it
+
+
+class Counts(Net):
+    part = Counted
+
+    def forward(self, x, fails=""):
+        y = self.body(self.stem(x))
+        if fails:
+            raise ValueError(fails)
+        return self.head(y)
+
+
+def done_before() -> None:
+    """What a forward does before it fails is done as in one process, also where that is not set up yet, or for other shapes."""
+    net = Counts()
+    for placement in ({"body": "worker1"}, {"head": "worker1"}):
+        twin = copy.deepcopy(net)
+        model = rpc.wrap(net, placement)
+        found: list[list[Any]] = []
+        for which in (model, twin):
+            said = []
+            for rows, wide, fails in ((4, 8, ""), (1, 8, ""), (3, 7, ""), (4, 8, "late"), (5, 8, "too late"), (5, 8, "")):
+                try:
+                    which(torch.randn(rows, wide, generator=torch.Generator().manual_seed(rows)), fails)
+                except (ValueError, RuntimeError) as error:
+                    said.append(f"{type(error).__name__}: {error}")
+            found.append([said, which.body.seen, *which.state_dict().values()])
+        assert found[0][:2] == found[1][:2], placement
+        assert len(found[0][0]) == 4
+        assert all(map(torch.equal, found[0][2:], found[1][2:])), placement
+        model.close()
+
+
+def test_what_a_forward_does_before_it_fails_is_done():
+    drive(done_before)
+
+
 def groups() -> None:
     model = rpc.wrap(Groups(), {"body": "worker1"})
     with pytest.raises(Exception, match="two") as caught:

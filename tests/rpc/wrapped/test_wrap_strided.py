@@ -108,6 +108,19 @@ class Odd(nn.Module):
         return torch.stack([part(view).sum() + part(view).norm() for part, view in zip(self.parts, views)])
 
 
+class Without(nn.Module):
+    """What has no elements goes there, and comes back as gradients with strides of any kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.GELU() for _ in range(4))
+
+    def forward(self, x):
+        views = [x[:0], x[:, :0].transpose(0, 2), x[..., :0].flatten(1), x[:0, ::2].expand(0, 2, 16, 16)]
+        found = [part(view) for part, view in zip(self.parts, views)]
+        return torch.stack([part.sum(0).sum() + part.mean(-1).sum() for part in found]).nan_to_num().sum() + x.sum()
+
+
 CASES: list[tuple[Any, dict[str, str]]] = [
     (Unet, {"down": "worker1", "bottom": "worker1"}),
     (Dense, {"layers.0": "worker1", "layers.2": "worker1"}),
@@ -117,6 +130,7 @@ CASES: list[tuple[Any, dict[str, str]]] = [
     (Clip, {"text": "worker1"}),
     (Branches, {"two": "worker1", "aux": "worker1"}),
     (Odd, {"parts": "worker1"}),
+    (Without, {"parts": "worker1"}),
     (Odd, {"parts.0": "worker1", "parts.2": "worker1", "parts.4": "worker1"}),
 ]
 
