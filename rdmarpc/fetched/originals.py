@@ -5,6 +5,7 @@ A forward reaches it by other ways than the model's modules: a global, a variabl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class Originals:
     """``parts``: modules and tensors that have moved, by worker and path. They must be kept as long as this is."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        self._names: dict[tuple[int, int], str] = {}
         self._paths: dict[tuple[int, int], tuple[str, str]] = {}
         for worker, found in parts.items():
             for path, part in found.items():
@@ -30,6 +32,26 @@ class Originals:
                 for name, tensor in inside:
                     if at := _memory(tensor):
                         self._paths.setdefault(at, (f"{path}.{name}".rstrip("."), worker))
+
+    def joined(self, net: nn.Module) -> str:
+        """From now on this counts as open, for models to come. Says which tensor of ``net`` another open model has, too, if one
+        of the two has moved it: each of them trains one of its own then."""
+        tensors = (*net.named_parameters(), *net.named_buffers())
+        self._names = {at: name for name, tensor in tensors if (at := _memory(tensor))}
+        both = [(other, at) for other in _open for at in self._names.keys() & other._names.keys()]
+        _open.add(self)
+        for other, at in both:
+            worker = self._paths.get(at, other._paths.get(at, ("", "")))[1]
+            if worker:
+                return (
+                    f"{other._names[at]!r} of another wrapped model is {self._names[at]!r} of this one, and has moved to "
+                    f"{worker!r} with one of them: they are two tensors from now on. Wrap one module that has both, or close "
+                    "the other model"
+                )
+        return ""
+
+    def close(self) -> None:
+        _open.discard(self)
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise ``Beyond`` if one of these is such a tensor."""
@@ -57,6 +79,9 @@ class Originals:
             if isinstance(variable, torch.Tensor):
                 self.check([variable])
             left += [below for below, _ in node.next_functions]
+
+
+_open: weakref.WeakSet[Originals] = weakref.WeakSet()
 
 
 def _functions(tree: Any) -> list[Any]:

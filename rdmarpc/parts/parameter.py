@@ -192,6 +192,13 @@ class RemoteParameter(nn.Parameter):
             self._owner.caller.control.zeroing.assigned.add(self.worker)
 
     def _assign(self, value: torch.Tensor, kind: int, what: str) -> None:
+        if (
+            kind != GRAD
+            and isinstance(value, RemoteTensor)
+            and value.home is self._home
+            and value.place == Place(self._position, kind)
+        ):
+            return  # p.data *= 2 assigns what it has written into
         with torch._C.DisableTorchFunctionSubclass():
             alike = value.shape == self.shape and value.dtype == self.dtype and value.layout is self.layout
         if not alike or value.device != self._home.device:

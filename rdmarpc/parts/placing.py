@@ -311,8 +311,17 @@ def _listed(names: object) -> str:
 
 
 def check_copied(net: nn.Module) -> None:
-    """``NotSupported`` for a module with attributes that a copy of it would not have."""
+    """``NotSupported`` for a module with attributes that a copy of it would not have, and for a wrapped model."""
     for path, module in net.named_modules():
+        if "_rdmarpc" in getattr(type(module), "__slots__", ()):
+            raise NotSupported(
+                f"{path or 'the model'!r} is a wrapped model already",
+                hint="wrap the whole model once, by a placement that names the parts in it; its copy.deepcopy is all here",
+            )
+        if "_place" in vars(module) or "_away" in vars(module):
+            raise NotSupported(
+                f"{path or 'the model'!r} is a part of a wrapped model already", hint="copy.deepcopy of that model is all here"
+            )
         for cls in type(module).__mro__:
             slots = vars(cls).get("__slots__", ())
             names = {slots} if isinstance(slots, str) else set(slots)

@@ -20,7 +20,7 @@ from ..transport import NotSupported
 from .buffer import changed
 from .entries import Loading, entries_of, load_entries
 from .parameter import Owners
-from .tables import Table
+from .tables import Table, has
 
 _BEFORE_WRAP = "do that before wrap()"
 _COPY = "do that before wrap(); torch.func.functional_call takes copy.deepcopy(model), which is all here"
@@ -96,6 +96,8 @@ class RemotePart(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OURS or isinstance(_static(type(self), name), property):
             object.__setattr__(self, name, value)
+            return
+        if has(self, name, value):
             return
         self._refuse_change(name)
         if isinstance(value, (nn.Module, nn.Parameter)):

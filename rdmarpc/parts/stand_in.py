@@ -24,7 +24,7 @@ from .entries import entries_of, load_entries, loads_by_method, loads_itself
 from .parameter import Owners, RemoteParameter
 from .placing import Places, join, own_tensors
 from .remote_part import RemotePart, check_kept, given, new_part
-from .tables import TABLES, Table
+from .tables import TABLES, Table, has
 
 
 def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: dict[int, Any], top: bool = True) -> RemotePart:
@@ -223,6 +223,8 @@ class Shell(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         away = vars(self)["_away"]
+        if has(self, name, value):
+            return
         if name not in away.names and not isinstance(value, torch.Tensor):
             super().__setattr__(name, value)
             return

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 TABLES = ("_modules", "_parameters", "_buffers")
 """The attributes of a module that are tables."""
+
+
+def has(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether a module has this very parameter, buffer or module under that name: ``module.bias += 1`` sets what is there."""
+    return value is not None and any(vars(module)[table].get(name) is value for table in TABLES)
 
 
 class Table(dict[str, Any]):

@@ -27,6 +27,7 @@ from ..graph.work.command import Command
 from ..graph.work.host import Mode, Tree
 from ..graph.work.remote_values import Operation
 from ..graph.work.stored import Piece
+from ..ground.advice import warn
 from ..parts import owner
 from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
@@ -81,6 +82,8 @@ class Session:
         try:
             self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
             self.globals.follow(parts)
+            if said := self.originals.joined(net):
+                warn(said)
         except BaseException:
             self._close_parts()
             raise
@@ -348,6 +351,7 @@ class Session:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
+            self.originals.close()
             self._close_parts()
 
 

@@ -180,6 +180,25 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def augmented() -> None:
+    """``module.bias += 1`` sets the module's attribute to what it has already."""
+
+    def change(network: Any) -> None:
+        with torch.no_grad():
+            network.part.inner.weight += 0.1
+            network.head.bias *= 2
+            network.part.norm.running_mean += 0.5
+        network.part.inner.bias.data *= 0.5
+        network.head.weight.data -= 0.01
+
+    model, twin = both(Net, PLACEMENT)
+    for _ in range(2):
+        compare(model, twin)
+        change(model), change(twin)
+    compare(model, twin)
+    model.close()
+
+
 def refused() -> None:
     model, twin = both(Net, PLACEMENT)
     compare(model, twin, 1)
@@ -438,6 +457,7 @@ def everything() -> None:
     for scenario in (
         attributes,
         settings_keep_their_plans,
+        augmented,
         refused,
         hooks,
         hooks_of_the_root,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -234,6 +235,39 @@ def tied() -> None:
         model.close()
 
 
+class Encoded(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(20, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def two_models() -> None:
+    """A module that two models have: its tensors are two from now on, which is said, if one of the models has moved them."""
+    moved, stays = {"encoder": "worker1"}, {"head": "worker1"}
+    for first, second, said in ((moved, moved, True), (moved, stays, True), (stays, moved, True), (stays, stays, False)):
+        encoder = nn.Linear(20, 20)
+        one = wrap(Encoded(encoder), first)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            other = wrap(Encoded(encoder), second)
+        texts = [str(each.message) for each in found if "they are two tensors from now on" in str(each.message)]
+        assert [("'encoder." in text, "'worker1'" in text) for text in texts] == [(True, True)] * said, (first, second)
+        one.close(), other.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrap(Encoded(encoder), second).close()
+    model = wrap(Encoded(nn.Linear(20, 20)), moved)
+    for net, text in ((model, "'the model' is a wrapped model"), (Encoded(model), "'encoder' is a wrapped model")):
+        with pytest.raises(rpc.NotSupported, match=f"{text} already"):
+            wrap(net, stays)
+    with pytest.raises(rpc.NotSupported, match="'encoder' is a part of a wrapped model already"):
+        wrap(Encoded(model.encoder), moved)
+    model.close()
+
+
 class Active(nn.Module):
     """A part that was given its activation."""
 
@@ -336,7 +370,7 @@ def powers() -> None:
 
 
 def everything() -> None:
-    for scenario in (refusals, nested, sharing, tied, dropout, language, transformers):
+    for scenario in (refusals, nested, sharing, two_models, tied, dropout, language, transformers):
         torch.manual_seed(0)
         scenario()
 
