@@ -26,7 +26,7 @@ from ..transport import NotSupported, timeouts
 from . import batches, replacing
 from . import optimizer as remote_optimizer
 from .eager import Eager
-from .session import Session
+from .session import Session, close_dropped
 from .signature import Miss
 from .state import State, flatten, state_of
 
@@ -115,6 +115,8 @@ def wrap(
     applied to keeps the names of its parameters. ``torch.compile(model)`` of what ``wrap`` returns leaves its forward as it
     is.
 
+    ``model.close()`` frees what the workers hold. A model that nobody has any more is closed when another one is wrapped.
+
     Raises ``ValueError`` for an unknown worker or part, or unequal numbers of replicas, and ``NotSupported`` for a part that
     cannot move, both before anything is moved.
     """
@@ -131,6 +133,7 @@ def wrap(
     if places.replicas > 1 and capture in ("eager", "here"):
         raise NotSupported(f"parts with replicas need a forward that is captured, not capture={capture!r}")
     batches.checked(chunks)
+    close_dropped(agent)
     remote_optimizer.install()
     options = (depth, timeouts.limit(timeout, "the timeout of wrap"), plans, staging == "always")
     return WrappedModel._made(State(net, Session(net, places, agent, *options), capture, chunks, options))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import uuid
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,11 +44,43 @@ from ..transport import NotSupported, RdmaError, TransferTimeout
 from .settings import Settings
 from .skeleton import without_hooks
 
+_dropped: deque[Session] = deque()
+"""Alive once more, until they are closed."""
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+_MANY = 8
+
+
+def close_dropped(agent: Agent) -> None:
+    """Close the models that nobody has any more and nobody has closed: their parts, threads and slots are still at the workers.
+    Where many are open, those are looked for."""
+    if len(_open) >= _MANY:
+        gc.collect()
+    while _dropped:
+        session = _dropped.popleft()
+        with contextlib.suppress(RdmaError):
+            if session.agent is agent:
+                session.close()
+
+
+class _End:
+    """Dies with its session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __del__(self, dropped: deque[Session] = _dropped) -> None:
+        # In any thread, at any moment, perhaps within a lock: no calls here.
+        if not self._session.closed:
+            dropped.append(self._session)
+
 
 class Session:
     """What the stand-ins and optimizers of one model talk to (``parameter.Owners``). ``stand_in`` stands for the whole
     model, ``shape`` is it without data; ``globals`` are those that its parts at other workers name; ``constants`` are tensors
     that a capture found outside of the modules, by name."""
+
+    closed = False
+    _caller: Caller | None = None
 
     def __init__(
         self, net: nn.Module, places: Places, agent: Agent, depth: int, timeout: float, plans: int, staging: bool
@@ -57,7 +93,6 @@ class Session:
         self.state_copies = StateCopies()
         self.eager: EagerForward | None = None
         self._outside: EagerForward | None = None
-        self.closed = False
         self.here: Here
         self.always_here = False
         self.places = places
@@ -74,7 +109,6 @@ class Session:
         self.globals = Elsewhere(homes, lambda worker, values: self.ask_owner(worker, "other_globals", values))
         paths = {id(module): name for name, module in net.named_modules()}
         packed = {worker: owner.Packed(parts, places.device, paths) for worker, parts in remote.items()}
-        self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
         reaching = {worker for worker, yes in self._open(packed).items() if yes}
         if reaches(agent.device):
@@ -82,6 +116,8 @@ class Session:
         try:
             self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
             self.globals.follow(parts)
+            _open.add(self)
+            self._end = _End(self)
             if said := self.originals.joined(net):
                 warn(said)
         except BaseException:
@@ -352,6 +388,7 @@ class Session:
         if not self.closed:
             self.closed = True
             self.originals.close()
+            _open.discard(self)
             self._close_parts()
 
 

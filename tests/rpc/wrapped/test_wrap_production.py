@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from functools import partial
 from itertools import pairwise
 
@@ -202,6 +203,36 @@ def closing() -> None:
     model.close()
     churn()
     assert len(kept) == 4 and all(torch.equal(old, copy) for old, copy in kept)
+
+
+def threads() -> int:
+    """Of executors, in this process."""
+    return sum(thread.name.startswith("rdmarpc-executor") for thread in threading.enumerate())
+
+
+def dropped() -> None:
+    """What nobody closes, and nobody has any more, is closed by the next ones; what somebody has stays, by a parameter, too."""
+    model, twin = both(partial(models.Ends, WIDTH), {"head": "worker1"})
+    steps(model, twin, 2)
+    result = model(torch.ones(BATCH, WIDTH))
+    values = result.detach().clone()
+    parameter = next(p for p in model.head.parameters())
+    del model
+    for number in range(70):  # more than a device has bells for
+        other = rpc.wrap(models.Ends(WIDTH), {"head": "worker1"})
+        loss = other(torch.ones(BATCH, WIDTH)).sum()
+        loss.backward() if number % 2 else None
+    del other, loss
+    assert torch.equal(result, values)
+    assert parameter.detach().norm() > 0
+    del result
+    gc.collect()
+    rpc.wrap(models.Ends(WIDTH), {"head": "worker1"}).close()
+    assert rpc.rpc_sync("worker1", threads) == 1  # of the first one
+
+
+def test_models_that_are_dropped_are_closed():
+    drive(dropped, 3)
 
 
 def test_closed_models_leave_nothing_half_done():
