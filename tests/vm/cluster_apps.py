@@ -97,7 +97,7 @@ def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[
     found = [path for path in sorted((cluster.home / "apps" / folder).rglob("*.json")) if path.parent.name != ".hydra"]
     assert len(found) == 1, f"one result expected: {found}"
     result: dict[str, Any] = json.loads(found[0].read_text())
-    assert result["records"], "nothing was measured"
+    assert result["samples"], "nothing was measured"
     assert not result["left_out"], f"left out: {result['left_out']}"
     packets = [host.rdma_counters()["sent_pkts"] - old["sent_pkts"] for host, old in zip(cluster.hosts, before)]
     if device == "verbs":
