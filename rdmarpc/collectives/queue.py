@@ -1,23 +1,30 @@
 """The calls of a group in the order in which they were made, each run by its caller or by a thread of the group.
 
-One call runs at a time. A caller that waits anyway runs its call itself if no other is before it. Else a thread does; the
-callbacks of a call run after the next may begin, and another thread takes over while they run. So callbacks may call."""
+One call runs at a time. A caller that waits anyway runs its call itself if no other is before it. Else a thread does, and then
+runs the callbacks of the call's future; what they call runs there at once, before the next call begins. So ranks agree on the
+order of calls that callbacks make: as long as the next call could go first, equal ones went to each other's places."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..ranks.engine import aside
-from ..transport import TransferTimeout, fresh, timeouts
+from ..transport import NotSupported, TransferTimeout, fresh, timeouts
 
 _IDLE_S = 5.0
+_PATIENCE_S = 30.0
+"""So long callbacks that call nothing hold up the next call. One that waits for it would wait for ever."""
+_log = logging.getLogger("rdmarpc")
 Run = Callable[[], Any]
 _dropped: deque[Work] = deque(maxlen=1024)
 """See ``Work.__del__``."""
@@ -46,8 +53,12 @@ class Work(dist.Work):
         """The call, for people."""
         return self._text
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None, give: Callable[[], object] | None = None) -> None:
+        """End it, and run callbacks. ``give`` is called before if there are none: those that are added later run where they are
+        added."""
         with self._lock:
+            if give is not None and self._ended is None:
+                give()
             self.error, self.over = error, True
             self.run = nothing  # what it holds may be large
             event, ended = self._event, self._ended
@@ -136,6 +147,25 @@ def nothing() -> None:
     return None
 
 
+def _failure(work: Work) -> BaseException | None:
+    """Run a call: what it raised."""
+    try:
+        work.run()
+    except BaseException as error:
+        return error
+    return None
+
+
+class _Within(threading.local):
+    """The call whose callbacks this thread runs, and its queue."""
+
+    queue: Queue | None = None
+    work: Work | None = None
+
+
+_within = _Within()
+
+
 class Queue:
     """Thread-safe."""
 
@@ -150,11 +180,16 @@ class Queue:
         """The call that runs, if it was submitted."""
         self._waiting = self._starting = 0  # threads that wait for a call to run, or will soon
         self.ended = False
+        self._held: Work | None = None
+        """The call whose callbacks run, while the next one waits for them."""
+        self._held_since = 0.0
+        """When they began, or ended a call of their own (``time.monotonic``)."""
 
     def take(self) -> bool:
-        """Have this thread run a call at once, until ``give``: false if another is before it. ``running`` stays what it is."""
+        """Have this thread run a call at once, until ``give``: false if another is before it, or in a callback. ``running``
+        stays what it is."""
         with self._lock:
-            if self.busy or self._pending:
+            if self.busy or self._pending or _within.queue is self:
                 return False
             self.busy = True
             return True
@@ -167,7 +202,11 @@ class Queue:
                 self._look_after()
 
     def submit(self, work: Work, here: bool) -> Work:
-        """Have a call run. ``here``: by this thread, if no other call is before it."""
+        """Have a call run. ``here``: by this thread, if no other call is before it. That of a callback runs at once. Raises
+        ``NotSupported`` if the next call did not wait for it."""
+        if _within.queue is self:
+            self._run_within(work, _within.work)
+            return work
         with self._lock:
             mine = here and not self.busy and not self._pending
             if mine:
@@ -190,11 +229,22 @@ class Queue:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _run(self, work: Work) -> None:
-        try:
-            work.run()
-        except BaseException as error:
-            work.error = error
+        work.error = _failure(work)
         self.give()
+
+    def _run_within(self, work: Work, caller: Work | None) -> None:
+        """Run what a callback of ``caller`` calls."""
+        with self._lock:
+            if caller is None or self._held is not caller:
+                raise NotSupported(
+                    f"{work.describe} by a callback for which later calls have not waited",
+                    hint=f"a callback may compute for {_PATIENCE_S:g} s before it calls",
+                )
+            self.running = work
+        error = _failure(work)
+        with self._lock:
+            self.running, self._held_since = None, time.monotonic()
+        work.finish(error)
 
     def _serve(self) -> None:
         aside.on = True
@@ -202,23 +252,46 @@ class Queue:
             self._starting -= 1
         while (work := self._next()) is not None:
             work.threaded = True
-            self._run(work)
-            work.finish(work.error)
-            del work
+            error = _failure(work)
+            with self._lock:
+                self.running, self._held, self._held_since = None, work, time.monotonic()
+                if self._pending and not self._waiting:
+                    self._look_after()
+            _within.queue, _within.work = self, work
+            try:
+                work.finish(error, partial(self._release, work))
+            finally:
+                _within.queue = _within.work = None
+                self._release(work)
+            del work, error
+
+    def _release(self, work: Work) -> None:
+        """The callbacks of a call have ended: the next one may begin, if it has waited for them. This thread takes it.
+        Idempotent."""
+        with self._lock:
+            if self._held is work:
+                self._held, self.busy = None, False
 
     def _next(self) -> Work | None:
         """The next call to run; ``None`` if there was none for a while."""
         with self._lock:
             self._waiting += 1
             try:
-                while self.busy or not self._pending:
+                while not self._pending or (self.busy and not self._overdue()):
                     heard = self._news.wait(_IDLE_S)
                     if not self._pending and (self.ended or not heard):
                         return None
+                if (held := self._held) is not None:
+                    _log.warning("callbacks of %s have run for %g s: the next call goes first", held.describe, _PATIENCE_S)
+                    self._held = None
                 self.busy, self.running = True, self._pending.popleft()
                 return self.running
             finally:
                 self._waiting -= 1
+
+    def _overdue(self) -> bool:
+        """With the lock held: whether callbacks have run for too long without a call of their own."""
+        return self._held is not None and self.running is None and time.monotonic() - self._held_since > _PATIENCE_S
 
     def pending(self) -> list[Work]:
         with self._lock:
