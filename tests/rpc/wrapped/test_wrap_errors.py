@@ -205,7 +205,7 @@ def done_before() -> None:
 
 
 def test_what_a_forward_does_before_it_fails_is_done():
-    drive(done_before)
+    drive(done_before, timeout=280, rpc_timeout=60)
 
 
 def groups() -> None:
