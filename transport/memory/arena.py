@@ -378,7 +378,7 @@ class Arena:
     def shown(self) -> list[children.Shown]:
         """The live tensors in shared memory that code of the user may see. Takes no lock."""
         found = []
-        for address, lease in list(self._leases.items()):
+        for address, lease in self._leases.copy().items():  # what the collector frees meanwhile goes from the table
             if lease.purpose != RINGS and lease.block.segment.shared and (view := lease()) is not None:
                 found.append(children.Shown(address, lease.block.nbytes, view))
         return found

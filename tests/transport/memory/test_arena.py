@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import threading
@@ -235,3 +236,23 @@ def test_memory_that_the_host_refuses_is_an_error_and_no_signal(tmp_path: Path) 
             arena.tensor((2 * MIB,), torch.uint8)
         segment.fd = file.fileno()
         assert arena.tensor((4 * MIB,), torch.uint8).fill_(1).sum() == 4 * MIB  # nothing was lost
+
+
+def test_tensors_that_the_collector_frees_while_all_are_looked_at() -> None:
+    arena = make_arena()
+    gc.collect()
+    gc.disable()
+    limits = gc.get_threshold()
+    kept = [arena.tensor((64,), torch.uint8) for _ in range(60)]
+    for _ in range(60):
+        cycle: list[object] = [arena.tensor((64,), torch.uint8)]
+        cycle.append(cycle)
+    del cycle
+    taken = [(number, number) for number in range(4000)]  # no tuple is left that can be used again
+    gc.set_threshold(gc.get_count()[0] + 30)
+    gc.enable()
+    try:
+        assert arena.shown() == []  # memory of this process alone
+    finally:
+        gc.set_threshold(*limits)
+    assert len(kept) == 60 and len(taken) == 4000
