@@ -47,7 +47,8 @@ def given_up(rank: int) -> None:
             came = rpc.rpc_sync("worker1", taken)
             assert all(each == [1.0] for call in came for each in call), (number, came)
             rpc.rpc_sync("worker1", take, (torch.ones(NUMBERS * (number + 1)),))
-            assert rpc.rpc_sync("worker1", taken)[-1] == [[1.0]]
+            came = rpc.rpc_sync("worker1", taken)  # one that was given up may have come late
+            assert [[1.0]] in came and all(each == [1.0] for call in came for each in call), (number, came)
     rpc.shutdown()
 
 

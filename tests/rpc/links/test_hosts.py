@@ -91,6 +91,7 @@ def test_each_worker_by_its_own_device(two_hosts: list[int]) -> None:
     whys = ["no usable RDMA port", "no Python package reaches libibverbs"]
     (why,) = [why for why in whys if f"over tcp, not verbs: {why}" in found[2][2][0]]
     assert len(found[2][2]) == 2 and f"over tcp, not verbs: {why}" in found[2][2][1]
+    assert "2 hosts meet in one file" in found[0][2].pop(0)
     for told in (found[0][2], found[1][2]):
         assert len(told) == 1 and f"tcp:{hosts.ADDRESSES[1]}:" in told[0] and f"at the peer: {why}" in told[0]
 
