@@ -38,16 +38,16 @@ smoke: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SMOKE)
 
 # Most tests wait more than they compute (for processes to start, for a limit to pass): they run four at once. Those that look at
-# times or at the memory of this process run alone.
-ALONE := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/transport/tcp tests/transport/tls \
+# times or at the memory of their process have no more than one other beside them.
+QUIET := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/transport/tcp tests/transport/tls \
 	$(addsuffix .py,$(addprefix tests/,$(addprefix rpc/gradients/test_autograd_,errors memory results) \
 	$(addprefix rpc/calls/test_,calls errors) rpc/links/test_silence \
 	$(addprefix transport/contract/test_,peers stress) $(addprefix transport/peers/test_,heartbeat strangers)))
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 4 --dist loadfile tests $(addprefix --ignore=,$(ALONE)) || status=1; \
-	$(BIN)/python -m pytest $(ALONE) || status=1; \
+	$(BIN)/python -m pytest -n 4 --dist loadfile tests $(addprefix --ignore=,$(QUIET)) || status=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(QUIET) || status=1; \
 	exit $$status
 else
 	$(BIN)/python -m pytest $(ARGS)
