@@ -102,4 +102,4 @@ def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[
     packets = [host.rdma_counters()["sent_pkts"] - old["sent_pkts"] for host, old in zip(cluster.hosts, before)]
     if device == "verbs":
         assert all(count > 100 for count in packets), f"RDMA packets: {packets}"
-    return f"{len(result['records'])} figures; RDMA packets {packets[0]} and {packets[1]}", seconds
+    return f"{len(result['samples'])} figures; RDMA packets {packets[0]} and {packets[1]}", seconds
