@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..harness import notes
 from ..harness.measure import Samples, per_iteration
 from ..harness.processes import Launcher
 from .models import MODELS
@@ -146,9 +147,7 @@ def serve_grpc(address: Path) -> None:
     server.add_generic_rpc_handlers((library.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    written = address.with_suffix(".new")
-    written.write_text(f"127.0.0.1:{port}")
-    written.rename(address)
+    notes.write(address, f"127.0.0.1:{port}")
     stop.wait()
     server.stop(grace=5.0).wait()
 

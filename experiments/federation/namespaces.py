@@ -11,6 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from ..harness import notes
+
 CLONE_NEWNET = 0x40000000
 CLIENTS, SERVER = ("va", "10.77.0.2"), ("vb", "10.77.0.1")
 """Interface and address of each side."""
@@ -41,15 +43,15 @@ def link(server: bool, first: bool, place: Path, gbits: float, timeout_s: float)
     if server:
         if reason := leave():
             raise RuntimeError(reason)
-        _say(place, "namespace", str(os.getpid()))
+        notes.write(place / "namespace", str(os.getpid()))
         _wait(place, "laid", timeout_s)
         _up(*SERVER, gbits)
-        _say(place, "up", "")
+        notes.write(place / "up", "")
     elif first:
         pid = _wait(place, "namespace", timeout_s)
         _run(f"ip link add {CLIENTS[0]} type veth peer name {SERVER[0]} netns {pid}")
         _up(*CLIENTS, gbits)
-        _say(place, "laid", "")
+        notes.write(place / "laid", "")
     _wait(place, "up", timeout_s)
     return SERVER if server else CLIENTS
 
@@ -67,16 +69,6 @@ def _run(command: str) -> None:
         raise RuntimeError(f"{command}: {done.stderr.strip()}")
 
 
-def _say(place: Path, name: str, text: str) -> None:
-    written = place / f".{name}"
-    written.write_text(text)
-    written.rename(place / name)
-
-
 def _wait(place: Path, name: str, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
-    while not (place / name).exists():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the other side of the link did not say {name}")
-        time.sleep(0.01)
-    return (place / name).read_text()
+    return notes.wait_for(place / name, deadline, f"the other side of the link did not say {name}").read_text()

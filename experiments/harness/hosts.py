@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import notes
+
 FOLDER = ".hosts"
 GRACE_S = 60.0
 """So much longer than a turn may take do tasks wait for each other."""
@@ -71,7 +73,7 @@ class Hosts:
         """Wait until all tasks have said this. Returns all reasons, each once. Ends the program if a task does not come, or
         comes with something else: hosts may differ in memory or packages, so that they leave out other turns."""
         self._met += 1
-        _write(self._place / f"{self._met}-{self.number}", f"{about}\n{reason}")
+        notes.write(self._place / f"{self._met}-{self.number}", f"{about}\n{reason}")
         said = [self._said(number, about) for number in range(self.count)]
         return "; ".join(dict.fromkeys(each for each in said if each))
 
@@ -88,7 +90,7 @@ class Hosts:
         """After the last turn; nothing stays of the folder."""
         self.agree("the end", "")
         if not self.first:
-            _write(self._place / f"left{self.number}", "")
+            notes.write(self._place / f"left{self.number}", "")
             return
         for number in range(1, self.count):
             _until((self._place / f"left{number}").exists, GRACE_S)
@@ -103,10 +105,3 @@ def _until(true: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    """At once, for those who look for it."""
-    hidden = path.with_name(f".{path.name}")
-    hidden.write_text(text)
-    hidden.rename(path)

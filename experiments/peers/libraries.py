@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..harness import notes
 from .functions import WRITES, function, together
 from .meeting import init_method
 
@@ -167,12 +168,7 @@ def grpc_channels(place: Path, rank: int, job: dict[str, Any]) -> Iterator[list[
     deadline = time.monotonic() + job["timeout_s"]
     channels: list[list[Any]] = []
     for server in range(job["servers"]):
-        address = place / f"server{server}"
-        while not address.exists():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"server{server} of gRPC did not start")
-            time.sleep(0.02)
-        target = address.read_text()
+        target = notes.wait_for(place / f"server{server}", deadline, f"server{server} of gRPC did not start").read_text()
         channels.append([grpc.insecure_channel(target, options=GRPC_OPTIONS) for _ in range(job["calls"])])
     try:
         yield channels
@@ -200,9 +196,7 @@ def serve_grpc(methods: Mapping[str, Callable[[bytes], bytes]], place: Path, num
         port = server.add_insecure_port(f"{job.get('bind', address)}:0")
         target = f"{address}:{port}"
     server.start()
-    written = place / f".new{number}"
-    written.write_text(target)
-    written.rename(place / f"server{number}")
+    notes.write(place / f"server{number}", target)
     while not all((place / f"ended{client}").exists() for client in range(job["clients"])):
         time.sleep(0.05)
     server.stop(grace=5.0).wait()

@@ -6,23 +6,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..harness import notes
+
 
 def init_method(rank: int, job: dict[str, Any], name: str = "store") -> str:
-    """That of the group ``name``, which has one such group in a turn: a file. Over several hosts rank 0 opens a port and writes
-    its address into the folder instead: a store in a file needs locks, which seldom hold between hosts. Raises RuntimeError
-    if rank 0 has not come after ``job["timeout_s"]``."""
+    """That of the group ``name``, which has one such group in a turn: a file. Where processes have addresses of their own, on
+    several hosts or networks, rank 0 opens a port and writes its address in the folder instead: a store in a file needs locks,
+    which seldom hold between hosts. Raises RuntimeError if rank 0 has not come after ``job["timeout_s"]``."""
     place = Path(job["meeting_place"])
     if "address" not in job:
         return f"file://{place / name}"
     said = place / f"{name}.address"
     if rank == 0:
         with socket.create_server(("", 0)) as free:
-            text = f"tcp://{job['address']}:{free.getsockname()[1]}"
-        hidden = place / f".{name}.address"
-        hidden.write_text(text)
-        hidden.rename(said)
-    _wait([said], job["timeout_s"], f"rank 0 did not come to the group {name!r}")
-    return said.read_text()
+            notes.write(said, f"tcp://{job['address']}:{free.getsockname()[1]}")
+    deadline = time.monotonic() + job["timeout_s"]
+    return notes.wait_for(said, deadline, f"rank 0 did not come to the group {name!r}").read_text()
 
 
 def meet(name: str, job: dict[str, Any]) -> None:
@@ -30,13 +29,6 @@ def meet(name: str, job: dict[str, Any]) -> None:
     ``job["timeout_s"]``."""
     place = Path(job["meeting_place"])
     (place / f"{name}{job['rank']}").touch()
-    clients = [place / f"{name}{rank}" for rank in range(job["clients"])]
-    _wait(clients, job["timeout_s"], f"not every client came to {name}")
-
-
-def _wait(paths: list[Path], timeout_s: float, otherwise: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not all(path.exists() for path in paths):
-        if time.monotonic() > deadline:
-            raise RuntimeError(otherwise)
-        time.sleep(0.002)
+    deadline = time.monotonic() + job["timeout_s"]
+    for rank in range(job["clients"]):
+        notes.wait_for(place / f"{name}{rank}", deadline, f"not every client came to {name}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rdmarpc import transport
 
+from ..harness import notes
 from ..harness.measure import per_iteration
 from ..harness.processes import Launcher
 from ..peers.libraries import Client
@@ -73,11 +74,11 @@ def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
         channel = device.connect(_get(place, "address", job), timeout=job["timeout_s"])
         launcher.tell(("figures", [_produce(device, channel, size, place, job) for size in job["sizes"]]))
     else:
-        _put(place, "address", device.address)
+        notes.write(place / "address", device.address)
         channel = device.accept(timeout=job["timeout_s"])
         for size in job["sizes"]:
             _consume(device, channel, size, place, job)
-    _put(place, f"ended{rank}", b"1")
+    notes.write(place / f"ended{rank}", b"1")
     _get(place, f"ended{1 - rank}", job)
     channel.close()
     device.close()
@@ -87,7 +88,7 @@ def _produce(device: Any, channel: Any, size: int, place: Path, job: dict[str, A
     source = device.empty((size // 4,), dtype=torch.float32)
     source.copy_(contents(size))
     answer = channel.empty((1,), dtype=torch.float32)
-    _put(place, f"answer{size}", device.export(answer))
+    notes.write(place / f"answer{size}", device.export(answer))
     remote = transport.RemoteRegion.load(_get(place, f"landing{size}", job))
     transfer = channel.prepare([(remote, source)], notify=ARRIVED)
     answered = channel.expect(ANSWERED)
@@ -106,7 +107,7 @@ def _produce(device: Any, channel: Any, size: int, place: Path, job: dict[str, A
 
 def _consume(device: Any, channel: Any, size: int, place: Path, job: dict[str, Any]) -> None:
     landing = channel.empty((size // 4,), dtype=torch.float32)
-    _put(place, f"landing{size}", device.export(landing))
+    notes.write(place / f"landing{size}", device.export(landing))
     result = device.empty((1,), dtype=torch.float32)
     remote = transport.RemoteRegion.load(_get(place, f"answer{size}", job))
     answer = channel.prepare([(remote, result)], notify=ANSWERED)
@@ -119,17 +120,7 @@ def _consume(device: Any, channel: Any, size: int, place: Path, job: dict[str, A
         answer.post().wait(job["timeout_s"])
 
 
-def _put(place: Path, name: str, value: bytes) -> None:
-    written = place / f".{name}"
-    written.write_bytes(value)
-    written.rename(place / name)
-
-
 def _get(place: Path, name: str, job: dict[str, Any]) -> bytes:
-    """Waits for the other end to put it there."""
+    """Waits for the other end to write it."""
     deadline = time.monotonic() + job["timeout_s"]
-    while not (place / name).exists():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the other process did not say its {name}")
-        time.sleep(0.001)
-    return (place / name).read_bytes()
+    return notes.wait_for(place / name, deadline, f"the other process did not say its {name}").read_bytes()
