@@ -67,8 +67,8 @@ def main(cfg: DictConfig) -> None:
 
 
 NOTE = (
-    "Medians of all steps but the first (p10 to p90). communication: what a step takes above the single process, never below 0;"
-    " accuracy: held-out digits recognised; losses: beside those of the single process."
+    "Medians of all steps but the first (p10 to p90). above one process: what a step takes more than the single process, never "
+    "below 0; accuracy: held-out digits recognised; losses: beside those of the single process."
 )
 
 

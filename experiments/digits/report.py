@@ -64,12 +64,12 @@ def training_table(result: dict[str, Any]) -> Table:
     """One row for each way to train, and underneath what the steady state of ours did."""
     caption = f"rdmarpc, a step from the second on: {counted(result['counters'])}"
     table = Table(
-        title="one training step, ms, lower is better: median (p10 to p90); accuracy, less by: higher is better",
+        title="one training step, ms, lower is better: median (p10 to p90);\nless by, accuracy: higher is better",
         caption=caption,
     )
     table.add_column("trained by")
     spreads = {each["what"]: spread(each["samples"]) for each in result["samples"] if each["samples"]}
-    for column in ("n", "step, ms", "communication, ms", "less by", "accuracy", "losses"):
+    for column in ("n", "step, ms", "above one process, ms", "less by", "accuracy", "losses"):
         table.add_column(column, justify="right")
     for name, step_ms in result["step_ms"].items():
         communication = result["communication_ms"].get(name)

@@ -147,7 +147,7 @@ def of_rich(table: Table, note: str = "") -> dict[str, Any]:
     rows = [list(map(plain, cells)) for cells in zip(*(column.cells for column in table.columns))]
     for before, row in pairwise(rows):
         row[0] = row[0] or before[0]
-    return {"title": plain(table.title or ""), "columns": heads, "rows": rows, "note": " ".join(note.split())}
+    return {"title": " ".join(plain(table.title or "").split()), "columns": heads, "rows": rows, "note": " ".join(note.split())}
 
 
 def print_findings(found: dict[str, Any]) -> None:
