@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from ..message.layout import span
 from ..transport import NotSupported
 from ..transport.gpu.driver import kind
 
@@ -25,7 +26,7 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
         if tensor.is_nested or tensor.is_quantized:
             kind_of = "nested" if tensor.is_nested else "quantized"
             raise NotSupported(f"{what} of a {kind_of} tensor", hint="give its parts: memory does not say all of it")
-        if not _has_memory(tensor, _extent(tensor)):
+        if not _has_memory(tensor, span(tensor.shape, tensor.stride())):
             what = f"{what} of a {type(tensor).__name__} without memory of its own"
             raise NotSupported(what, hint="give the tensor that holds the values")
         if tensor.dtype != tensors[0].dtype:
@@ -37,11 +38,6 @@ def plain(tensor: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     dense = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     one = dense and literal(tensor) and _has_memory(tensor, tensor.numel())
     return one and (other is None or (other.dtype == tensor.dtype and plain(other)))
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first of a tensor to its last in memory."""
-    return 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
 
 
 def _has_memory(tensor: torch.Tensor, extent: int) -> bool:
