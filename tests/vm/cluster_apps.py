@@ -11,11 +11,11 @@ import json
 import secrets
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import cluster_slurm
 from cluster_faults import Case
 from cluster_hosts import HOME, Cluster, Host
 from guest import GENERIC
@@ -52,10 +52,7 @@ def step(name: str, cluster: Cluster, device: str) -> tuple[str, float]:
 
 
 def by_submitit(cluster: Cluster, device: str) -> tuple[str, float]:
-    options = {"nodes": 2, "tasks_per_node": 1, "timeout_min": int(APP_S // 60)}
-    chosen = [f"hydra.launcher.{name}={value}" for name, value in options.items()]
-    where = f"hydra.sweep.dir={HOME}/apps/submitit"
-    command = [*_app("grid", device), "-m", "cluster=slurm", "hydra/launcher=submitit_slurm", *chosen, where]
+    command = [*_app("grid", device), "cluster=slurm", *cluster_slurm.by_submitit(APP_S, "apps/submitit")]
     return _ran(cluster, device, "submitit", lambda run: run(shlex.join(command)))
 
 
@@ -67,7 +64,7 @@ def by_torchrun(cluster: Cluster, device: str) -> tuple[str, float]:
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", *meeting, *job])
 
     def launch(run: Callable[..., object]) -> None:
-        other = second.start(command, APP_S, **_environment(cluster))
+        other = second.start(command, APP_S, **_ENVIRONMENT)
         run(command)
         assert other.wait() == 0, other.output().decode()[-2000:]
 
@@ -79,27 +76,19 @@ def _app(name: str, device: str) -> list[str]:
     return [sys.executable, "-m", f"experiments.{name}", "quick=true", f"timeout_s={TURN_S}", over, *APPS[name]]
 
 
-_secret = secrets.token_hex(32)
-
-
-def _environment(cluster: Cluster) -> dict[str, str]:
-    return {**GENERIC, "MPLCONFIGDIR": "/run/matplotlib", "RDMARPC_SECRET": _secret}
+_ENVIRONMENT = {**GENERIC, "MPLCONFIGDIR": "/run/matplotlib", "RDMARPC_SECRET": secrets.token_hex(32)}
 
 
 def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[..., object]], object]) -> tuple[str, float]:
     """``launch`` it, with the function that runs a command at the first host; what is judged is the result that it leaves below
     ``folder`` of ours in the shared one."""
     first: Host = cluster.hosts[0]
-    before = [host.rdma_counters() for host in cluster.hosts]
-    begin = time.monotonic()
-    launch(lambda command: first.sh(command, APP_S, **_environment(cluster)))
-    seconds = time.monotonic() - begin
+    seconds, packets = cluster_slurm.measured(cluster, lambda: launch(lambda command: first.sh(command, APP_S, **_ENVIRONMENT)))
     found = [path for path in sorted((cluster.home / "apps" / folder).rglob("*.json")) if path.parent.name != ".hydra"]
     assert len(found) == 1, f"one result expected: {found}"
     result: dict[str, Any] = json.loads(found[0].read_text())
     assert result["samples"], "nothing was measured"
     assert not result["left_out"], f"left out: {result['left_out']}"
-    packets = [host.rdma_counters()["sent_pkts"] - old["sent_pkts"] for host, old in zip(cluster.hosts, before)]
     if device == "verbs":
         assert all(count > 100 for count in packets), f"RDMA packets: {packets}"
     return f"{len(result['samples'])} figures; RDMA packets {packets[0]} and {packets[1]}", seconds

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from cluster_hosts import HOME, Cluster
 from guest import GENERIC
@@ -123,11 +124,24 @@ def sbatch(cluster: Cluster, device: str) -> tuple[str, float]:
 
 def submitit(cluster: Cluster, device: str) -> tuple[str, float]:
     """The same through hydra's launcher, which writes such a script and waits for the job."""
-    options = {"nodes": 2, "tasks_per_node": 1, "timeout_min": int(JOB_S // 60)}
-    chosen = [f"hydra.launcher.{name}={value}" for name, value in options.items()]
-    where = f"hydra.sweep.dir={HOME}/submitit"
-    command = shlex.join(_training(device, "-m", "hydra/launcher=submitit_slurm", *chosen, where))
+    command = shlex.join(_training(device, *by_submitit(JOB_S, "submitit")))
     return _trained(cluster, device, "submitit", command)
+
+
+def by_submitit(limit_s: float, folder: str) -> list[str]:
+    """Overrides for a job of both hosts that leaves its result in ``folder`` of the shared one."""
+    options = {"nodes": 2, "tasks_per_node": 1, "timeout_min": int(limit_s // 60)}
+    chosen = [f"hydra.launcher.{name}={value}" for name, value in options.items()]
+    return ["-m", "hydra/launcher=submitit_slurm", *chosen, f"hydra.sweep.dir={HOME}/{folder}"]
+
+
+def measured(cluster: Cluster, run: Callable[[], object]) -> tuple[float, list[int]]:
+    """How many seconds that took, and how many RDMA packets each host has sent."""
+    before = [host.rdma_counters() for host in cluster.hosts]
+    begin = time.monotonic()
+    run()
+    seconds = time.monotonic() - begin
+    return seconds, [host.rdma_counters()["sent_pkts"] - first["sent_pkts"] for host, first in zip(cluster.hosts, before)]
 
 
 def _training(device: str, *overrides: str) -> list[str]:
@@ -137,11 +151,8 @@ def _training(device: str, *overrides: str) -> list[str]:
 
 def _trained(cluster: Cluster, device: str, folder: str, command: str) -> tuple[str, float]:
     """Run it on the first host; what is judged is the result that it leaves below ``folder`` of the shared one."""
-    before = [host.rdma_counters() for host in cluster.hosts]
-    begin = time.monotonic()
-    cluster.hosts[0].sh(command, JOB_S, **GENERIC, MPLCONFIGDIR="/run/matplotlib", RDMARPC_SECRET=secrets.token_hex(32))
-    seconds = time.monotonic() - begin
-
+    environment = {**GENERIC, "MPLCONFIGDIR": "/run/matplotlib", "RDMARPC_SECRET": secrets.token_hex(32)}
+    seconds, packets = measured(cluster, lambda: cluster.hosts[0].sh(command, JOB_S, **environment))
     found = sorted((cluster.home / folder).rglob("result.json"))
     assert len(found) == 1, f"one result expected: {found}"
     result = json.loads(found[0].read_text())
@@ -151,7 +162,6 @@ def _trained(cluster: Cluster, device: str, folder: str, command: str) -> tuple[
     assert counters["registrations"] == counters["rpc_messages"] == 0, f"in the steady state: {counters}"
     if device != "verbs":  # there what lies outside the arena, small activations and gradients, is staged once
         assert counters["bytes_staged"] == 0, f"in the steady state: {counters}"
-    packets = [host.rdma_counters()["sent_pkts"] - first["sent_pkts"] for host, first in zip(cluster.hosts, before)]
     if device == "verbs":
         assert all(count > counters["steps"] for count in packets), f"RDMA packets of {counters['steps']} steps: {packets}"
     return f"{counters['steps'] + 1} steps, equal bits; RDMA packets {packets[0]} and {packets[1]}", seconds
