@@ -76,6 +76,8 @@ class TransferGraph:
     """What writes into a tensor of the model that other segments use, too; then they must not, either."""
     aliases: list[tuple[int, int, bool]] = field(default_factory=list)
     """See ``Capture``."""
+    general: dict[str, bool] = field(default_factory=dict)
+    """See ``FastPaths``."""
     part: str = ""
     """The path of the part that is called, where it is a single call."""
 

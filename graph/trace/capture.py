@@ -113,6 +113,8 @@ class Capture:
     """Of each leaf that is the very tensor which another node has given before, unchanged since: where that was."""
     aliases: list[tuple[int, int, bool]] = field(default_factory=list)
     """Of one call: see ``writes.aliases``."""
+    general: dict[str, bool] = field(default_factory=dict)
+    """See ``FastPaths``."""
 
 
 def skeleton(model: nn.Module) -> nn.Module:

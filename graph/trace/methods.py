@@ -19,6 +19,7 @@ from typing import Protocol
 from torch import nn
 
 from ...transport import NotSupported, plugins
+from ..guards.fast_paths import FastPaths, cut_attention
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import check_operations, record
 from .sizes import Sizes
@@ -71,7 +72,7 @@ def capture_by(
     again = False
     for name, method in methods.items():
         try:
-            found = watched(functools.partial(method, model, inputs, join, whole), model, whole, away)
+            found = _watched(functools.partial(method, model, inputs, join, whole), model, whole, away)
             use(found)
             return found, refused
         except (Beyond, Busy):
@@ -102,8 +103,20 @@ def symbolic(
     """``capture``, watched, whose operations are those that the forward does for inputs of these sizes. What it asks of a proxy
     (``isinstance``, ``hasattr``, ``is``) may have another answer for a tensor, and nothing else tells."""
 
-    found = watched(lambda: capture(model, inputs, join, sizes, whole), model, whole, away)
-    check_operations(model, inputs, found, watched(lambda: record(model, inputs, join, whole), model, whole, away))
+    found = _watched(lambda: capture(model, inputs, join, sizes, whole), model, whole, away)
+    check_operations(model, inputs, found, _watched(lambda: record(model, inputs, join, whole), model, whole, away))
+    return found
+
+
+def _watched(
+    make: Callable[[], Capture], model: nn.Module, whole: Callable[[str], bool], away: Callable[[str], bool]
+) -> Capture:
+    paths = FastPaths(cut_attention(model, whole))
+    with paths.off():
+        found: Capture = watched(make, model, whole, away)
+    if found.how == "export":
+        paths.check_export()
+    found.general = paths.general
     return found
 
 

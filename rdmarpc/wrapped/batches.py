@@ -114,7 +114,7 @@ def forward_backward(
         mode = session.mode()
         plans = None if state.eager or state.only_here() else split.plans_or_none()
         if plans is not None and len(split.sizes) > 1:
-            plans = None if any(state.in_turn(plan.graph) for plan in plans) else plans
+            plans = None if any(state.differences.in_turn(plan.graph) for plan in plans) else plans
         ahead = plans is not None and len(split.sizes) > 1 and session.agent.name in plans[0].graph.draws
         if plans is None:
             for at in range(len(split.sizes)):

@@ -210,7 +210,9 @@ class WrappedModel(nn.Module):
         object.__setattr__(self, "__dict__", vars(session.stand_in))
         self._rdmarpc = state
         session.always_here = state.method == "here"
-        outside = session.here if session.always_here else Eager(session, session.stand_in, state.skeleton, state.tell)
+        outside = (
+            session.here if session.always_here else Eager(session, session.stand_in, state.skeleton, state.differences.of)
+        )
         session.runs_outside(outside)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +310,8 @@ class WrappedModel(nn.Module):
         Also ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards),
         ``plans``, ``misses`` (see there), ``dynamic_reads``, ``sums_reordered`` (tensors and parameters whose gradients are not
         summed in the order of one process, those that ``placement_table`` names), ``draws_elsewhere`` (parts and operations
-        that draw random numbers at other workers), ``forwards_here`` and ``calls_here`` (forwards, and calls of single parts,
+        that draw random numbers at other workers), ``fast_paths_left`` (modules of attention that take their general path where
+        one process would not), ``forwards_here`` and ``calls_here`` (forwards, and calls of single parts,
         that ran in this process over fetched parameters) and, for each value that was copied besides its transfer,
         ``bytes_staged[NAME]``."""
         return state_of(self).counters(everywhere)

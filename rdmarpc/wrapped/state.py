@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from ..graph.caller.stage import Plan
+from ..graph.guards.fast_paths import FastPaths, cut_attention
 from ..graph.guards.world import World, Worlds
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.plan.replicas import replicate, shards_of
+from ..graph.show.differences import Differences
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec
 from ..graph.trace.methods import Uncaptured, capture_by, methods_of, symbolic
@@ -42,8 +44,6 @@ def is_wrapped(value: Any) -> bool:
 Options = tuple[int, float, int, bool]
 """Of ``wrap``: depth, timeout, plans, whether everything is staged."""
 
-_log = logging.getLogger("rdmarpc")
-
 
 class State:
     """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
@@ -54,9 +54,7 @@ class State:
     def __init__(self, net: nn.Module, session: Session, method: str, chunks: int, options: Options) -> None:
         self.session, self.method, self.chunks, self.options = session, method, chunks, options
         self.captured = ""
-        self._reordered: dict[str, None] = {}
-        self._drawn: dict[str, None] = {}
-        self._in_turn = False
+        self.differences = Differences()
         self.runner: Eager | None = None
         self._again = False
         self._hooks: list[Any] = []
@@ -68,10 +66,10 @@ class State:
         self.saved: tuple[dict[str, Any], str] | None = None
         """The state and the folder of the last checkpoint that was saved or loaded."""
         self._signatures = Signatures(session.caller)
-        session.here.replica.mixing.tell = self._tell
+        session.here.replica.mixing.tell = self.differences.sums
         session.caller.control.watching = session.goes_backward
-        session.caller.control.reordered = self._tell
-        session.caller.control.drew = self._tell_drawn
+        session.caller.control.reordered = self.differences.sums
+        session.caller.control.drew = self.differences.draws
         self._worlds = Worlds()
         self._look()
 
@@ -81,6 +79,7 @@ class State:
         # The modules whose forward is part of what is captured.
         whole = self.session.places.whole
         self._cut = [module for name, module in self._top.named_modules() if name and not whole(name)]
+        self._attention = cut_attention(self._top, whole)
 
     def _uncaptured(self, why: str) -> Uncaptured:
         return Uncaptured([f"{method}: {why}" for method in self._methods], NotSupported(why))
@@ -125,7 +124,7 @@ class State:
                 tree,
             )
         try:
-            return self._signatures.plan(
+            plan = self._signatures.plan(
                 family,
                 shapes,
                 lambda sizes: self._build(tensors, leaves, tree, training, sizes, world),
@@ -136,6 +135,9 @@ class State:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
+        if plan.graph.general:
+            self.differences.fast_paths(plan.graph.general, grads)
+        return plan
 
     def only_here(self) -> str:
         """Why a forward that starts now runs in this process, if it does."""
@@ -149,7 +151,7 @@ class State:
         self._top.training = training
         self.session.settings.push()
         self.captured = f"here: {why}"
-        return self.session.here.forward(args, kwargs, "" if self.method == "here" else why)
+        return self._general_paths(lambda: self.session.here.forward(args, kwargs, "" if self.method == "here" else why))
 
     def check_falls_back(self, error: NotSupported) -> None:
         """Raise why no method captures the forward, unless it is to run eagerly then."""
@@ -171,16 +173,27 @@ class State:
         if self.runner is not None:
             if self._again:
                 self._again, self.captured = False, "\n".join(["eager", *refused])
-            return self.runner.forward(args, kwargs)
+            return self._general_paths(functools.partial(self.runner.forward, args, kwargs))
         # If this fails, it was the input that was wrong: the next one may be captured.
-        runner = Eager(self.session, self._top, self.skeleton, self.tell)
+        runner = Eager(self.session, self._top, self.skeleton, self.differences.of)
         try:
-            result = runner.forward(args, kwargs)
+            result = self._general_paths(lambda: runner.forward(args, kwargs))
         except NotSupported as error:
             error.args = ("\n".join([*map(str, error.args), *refused]),)
             raise
         self.runner, self.captured, self._again = runner, "\n".join(["eager", *refused]), again
         return result
+
+    def _general_paths(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward in Python."""
+        if not self._attention:
+            return forward()
+        paths = FastPaths(self._attention)
+        try:
+            with paths.off():
+                return forward()
+        finally:
+            self.differences.fast_paths(paths.general, torch.is_grad_enabled())
 
     def skeleton(self) -> nn.Module:
         """The model without data as it was wrapped, under the present flags."""
@@ -218,6 +231,7 @@ class State:
             found.sites = name_inputs(found.sites, names)
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
+            graph.general = found.general
             world.add([*roots, *found.roots(self._top)], empty)
             graphs.append(graph)
 
@@ -236,40 +250,9 @@ class State:
             self.runner, self._again = None, False
         [graph] = graphs
         session.constants.update(graph.constants)
-        self.tell(graph)
+        self.differences.of(graph)
         graph.constants = {}  # they stay here
         return graph
-
-    def tell(self, graph: TransferGraph) -> None:
-        """Sums of gradients, and random numbers, that are not those of one process are named, once each."""
-        self._tell(graph.reordered)
-        self._tell_drawn(graph.drawn)
-
-    def _tell(self, reordered: Sequence[str]) -> None:
-        text = "gradients of %s are not summed in the order of one process: equal up to rounding"
-        self._once(reordered, self._reordered, text)
-
-    def _tell_drawn(self, names: Sequence[str]) -> None:
-        self._once(names, self._drawn, "%s: random numbers are drawn by another worker, not as in one process")
-
-    @staticmethod
-    def _once(names: Sequence[str], told: dict[str, None], text: str) -> None:
-        new = [name for name in dict.fromkeys(names) if name not in told]
-        if new:
-            told.update(dict.fromkeys(new))
-            _log.warning(text, ", ".join(new))
-
-    def in_turn(self, graph: TransferGraph) -> bool:
-        """Whether its micro-batches must run one after another, which is said once: several under way at once would draw each
-        other's random numbers, or write into buffers in another order."""
-        several = [worker for worker, segments in graph.draws.items() if segments > 1]
-        why = f"{several[0]} draws random numbers before and after other workers' parts" if several else ""
-        if graph.scattered:
-            why = f"{graph.scattered} writes into a tensor of the model that is used before or after other workers' parts, too"
-        if why and not self._in_turn:
-            self._in_turn = True
-            _log.warning("micro-batches run one after another: %s", why)
-        return bool(why)
 
     def parameter_bytes(self) -> dict[str, int]:
         """By worker."""
@@ -284,13 +267,11 @@ class State:
         """See ``WrappedModel.counters``."""
         totals = self.session.counters(everywhere)
         totals["misses"] = self._signatures.misses
-        totals["sums_reordered"] = len(self._reordered)
         totals["backwards_unsplit"] = sum(n for key, n in totals.items() if key.startswith("backwards_unsplit["))
         totals["forwards_here"], totals["calls_here"] = self.session.here.steps, self.session.here.calls
         totals["steps"] += self.session.here.steps
         seen = [key.partition("[")[2][:-1] for key in totals if key.startswith("draws_elsewhere[")]
-        self._tell_drawn(seen)
-        totals["draws_elsewhere"] = len(self._drawn)
+        totals |= self.differences.counts(seen)
         for runner in self._runners():
             totals["steps"] += runner.steps - runner.calls
             totals["misses"] += runner.misses.total()
