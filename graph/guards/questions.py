@@ -59,7 +59,7 @@ def _name_to(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
     return ()
 
 
-_VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
+_VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
 
 
 _OF_THE_LIBRARY = {("transformers.utils.generic", "infer_framework_from_repr"), ("einops._backends", "get_backend")}

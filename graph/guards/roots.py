@@ -65,7 +65,7 @@ def _named(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tup
             imports.append((module, level, step.argval))
         elif step.opname not in BETWEEN:
             chain = []
-        if step.opname == "LOAD_CONST":
+        if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             before = (before[1], step.argval)
     return tuple(dict.fromkeys(chains)), tuple(imports)
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
 from ..guards.generators import draw_again, generators
+from ..guards.instructions import Instructions
 from ..guards.opaque import uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
 from ..guards.roots import (
@@ -90,6 +91,7 @@ class Watch:
         self._roots: tuple[dict[tuple[int, str], tuple[Root, Any]], ...] = {}, {}, {}
         self._asked_types: tuple[list[str], ...] = [], [], []
         """Functions that have asked for the class of something that is of another one in a trace."""
+        self._instructions = Instructions(self._looks)
         self._before = Snapshot()
         for path, module in self._modules.values():
             self._before.keep(vars(module), "")
@@ -263,7 +265,7 @@ class Watch:
         _current.watch = self
         sys.settrace(self._called)
         try:
-            with self._builtins(thread):
+            with self._builtins(thread), self._instructions.running():
                 yield
         finally:
             sys.settrace(trace)
@@ -325,15 +327,13 @@ class Watch:
             self._first(frame, frame.f_code, codes)
         if codes[frame.f_code] is None or not asks_type(frame.f_code):
             return None
-        frame.f_trace_opcodes = True
-        return self._runs
+        return self._instructions.follow(frame)
 
-    def _runs(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+    def _looks(self, frame: types.FrameType, offset: int) -> None:
         """An instruction of a function that asks for the class of something is next."""
-        names = asks_type(frame.f_code).get(frame.f_lasti) if event == "opcode" else None
+        names = asks_type(frame.f_code).get(offset)
         if names is not None and (not names or is_traced(frame, names)):
             self._asked_types[self._at].append(frame.f_code.co_name)
-        return self._runs
 
     def _asked(self, frame: types.FrameType, event: str, arg: Any) -> None:
         """A function of C is called; watched from where a function has the name of a clock on."""
