@@ -19,7 +19,7 @@ from ..ground import reports
 from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks, named
-from ..transport import PeerLost, RdmaError, TransferTimeout, timeouts
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, timeouts
 from ..transport.gpu.driver import count, kind
 from . import calls, sparse
 from .ends import Ends
@@ -106,7 +106,11 @@ class Collectives(_Group):
                 raise
 
         work = Work(whole, outputs, what)
-        self.queue.submit(work, not getattr(options, "asyncOp", True))
+        try:
+            self.queue.submit(work, not getattr(options, "asyncOp", True))
+        except NotSupported as error:  # what another rank's callback calls goes to another call of this rank
+            engine.fail(error)
+            raise
         return self._keep(work)
 
     def _keep(self, work: Work) -> Work:
@@ -325,7 +329,7 @@ class Collectives(_Group):
 
 def _at_once(group: Collectives, what: str, run: calls.Run, outputs: Tensors, options: Any) -> Work:
     """As ``_submit``, with as little as can be: in this thread, if it waits anyway, and no call is before it."""
-    if getattr(options, "asyncOp", True) or torch.autograd._profiler_enabled() or not group.queue.take():
+    if getattr(options, "asyncOp", True) or torch.autograd._profiler_enabled() or not group.queue.take(what):
         return group._submit(what, run, outputs, options)
     work = Work(nothing, outputs, what)
     try:

@@ -17,8 +17,9 @@ import torch
 
 from ..ranks.engine import aside
 from ..ranks.meeting import Ranks, has_left, look
+from ..ranks.order import Orders
 from ..ranks.signature import Mismatch, Signature
-from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
 from .queue import Work, nothing
@@ -103,6 +104,8 @@ class Pairs:
         """Messages to come, in the order in which they were asked for."""
         self._apart: deque[tuple[int, int, Head, torch.Tensor]] = deque()
         """Messages that came before they were asked for: rank, tag, head, bytes."""
+        self._orders = Orders()
+        """Of messages that can take each other's places: of one kind, peer and tag."""
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
         self._dozes = False
@@ -110,9 +113,9 @@ class Pairs:
         self._closed = False
 
     def send(self, data: torch.Tensor, peer: int, tag: int, outputs: list[torch.Tensor]) -> Message:
-        self._check()
         message = Message(self, data, outputs, peer, tag, _SEND, "send to")
         way = self._outs[peer]
+        self._check(message)
         with self._lock:
             way.queue.append(message)
         self._move([way])
@@ -122,9 +125,9 @@ class Pairs:
         self, data: torch.Tensor, peer: int, tag: int, put: Callable[[], None] | None, outputs: list[torch.Tensor]
     ) -> Message:
         """``peer``: -1 for any. ``put``: see ``Message``."""
-        self._check()
         message = Message(self, data, outputs, peer, tag, _RECEIVE, "receive from")
         message.put = put
+        self._check(message)
         with self._lock:
             found = None
             if self._apart:
@@ -149,9 +152,17 @@ class Pairs:
                 self._news.set()
         return message
 
-    def _check(self) -> None:
+    def _check(self, message: Message) -> None:
+        """Raise if the group has failed, or if a callback asks for this one and its order among the like of it depends on
+        timing."""
         if self.error is not None:
             raise fresh(self.error)
+        try:
+            with self._lock:
+                self._orders.add((message.kind, message.peer, message.tag), message.describe)
+        except NotSupported as error:
+            self.fail(error)
+            raise
 
     def _ways_of(self, message: Message) -> list[_Way]:
         if message.kind == _SEND:

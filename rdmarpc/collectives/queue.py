@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.engine import aside
+from ..ranks.order import Caller, Order, called_by, here, stamps
 from ..transport import NotSupported, TransferTimeout, fresh, timeouts
 
 _IDLE_S = 5.0
@@ -47,6 +48,8 @@ class Work(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._ended: torch.futures.Future[None] | None = None
         """What ``_future`` follows."""
+        self.origin = self._since = 0
+        """For ``Caller``. Without an origin it is one of its own."""
 
     @property
     def describe(self) -> str:
@@ -65,7 +68,8 @@ class Work(dist.Work):
         if event is not None:
             event.set()
         if ended is not None:
-            ended.set_result(None)
+            with called_by(Caller(self.origin or self._since, self._since, self.describe)):
+                ended.set_result(None)
         if self._dropped:
             self._let_go()
 
@@ -132,6 +136,7 @@ class Work(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
+            self._since = next(stamps)
             ended: torch.futures.Future[None] = torch.futures.Future()
             self._future, self._ended = ended.then(self._outcome), ended
             future, over = self._future, self.over
@@ -156,14 +161,13 @@ def _failure(work: Work) -> BaseException | None:
     return None
 
 
-class _Within(threading.local):
-    """The call whose callbacks this thread runs, and its queue."""
+class _Calling(threading.local):
+    """The call whose callbacks this thread of a queue runs."""
 
-    queue: Queue | None = None
     work: Work | None = None
 
 
-_within = _Within()
+_calling = _Calling()
 
 
 class Queue:
@@ -182,15 +186,18 @@ class Queue:
         self.ended = False
         self._held: Work | None = None
         """The call whose callbacks run, while the next one waits for them."""
+        self._origin = next(stamps)
+        self._order = Order()
         self._held_since = 0.0
         """When they began, or ended a call of their own (``time.monotonic``)."""
 
-    def take(self) -> bool:
+    def take(self, what: str) -> bool:
         """Have this thread run a call at once, until ``give``: false if another is before it, or in a callback. ``running``
         stays what it is."""
         with self._lock:
-            if self.busy or self._pending or _within.queue is self:
+            if self.busy or self._pending or here.caller is not None:
                 return False
+            self._order.add(what)
             self.busy = True
             return True
 
@@ -201,14 +208,16 @@ class Queue:
             if self._pending:
                 self._look_after()
 
-    def submit(self, work: Work, here: bool) -> Work:
-        """Have a call run. ``here``: by this thread, if no other call is before it. That of a callback runs at once. Raises
-        ``NotSupported`` if the next call did not wait for it."""
-        if _within.queue is self:
-            self._run_within(work, _within.work)
+    def submit(self, work: Work, waits: bool) -> Work:
+        """Have a call run. ``waits``: by this thread, if no other call is before it. That of a callback of this queue runs at
+        once. Raises ``NotSupported`` if the next call did not wait for it, or that of another callback has no order."""
+        work.origin = self._origin
+        if here.caller is not None and here.caller.origin == self._origin:
+            self._run_within(work)
             return work
         with self._lock:
-            mine = here and not self.busy and not self._pending
+            self._order.add(work.describe)
+            mine = waits and not self.busy and not self._pending
             if mine:
                 self.busy, self.running = True, work
             else:
@@ -232,10 +241,10 @@ class Queue:
         work.error = _failure(work)
         self.give()
 
-    def _run_within(self, work: Work, caller: Work | None) -> None:
-        """Run what a callback of ``caller`` calls."""
+    def _run_within(self, work: Work) -> None:
+        """Run what a callback of the call that is held calls."""
         with self._lock:
-            if caller is None or self._held is not caller:
+            if self._held is None or self._held is not _calling.work:
                 raise NotSupported(
                     f"{work.describe} by a callback for which later calls have not waited",
                     hint=f"a callback may compute for {_PATIENCE_S:g} s before it calls",
@@ -257,11 +266,11 @@ class Queue:
                 self.running, self._held, self._held_since = None, work, time.monotonic()
                 if self._pending and not self._waiting:
                     self._look_after()
-            _within.queue, _within.work = self, work
+            _calling.work = work
             try:
                 work.finish(error, partial(self._release, work))
             finally:
-                _within.queue = _within.work = None
+                _calling.work = None
                 self._release(work)
             del work, error
 

@@ -6,4 +6,5 @@ added up. A call is a number in the group's sequence; number, operation, type an
 that call different things find out with the first piece.
 
 ``domain`` (the device of this process, and its channels) -> ``meeting`` (the ranks of a group, and their lanes) -> ``engine``
-(one exchange after another, and what ends them), with ``signature`` (what a call is)."""
+(one exchange after another, and what ends them), with ``signature`` (what a call is) and ``order`` (who makes it, and behind
+what)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from group import Meeting, results, run_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from rdmarpc.transport import NotSupported
 
 SIZE, STEPS = 2, 20
 
@@ -102,18 +105,97 @@ def _late(meeting: Meeting) -> None:
         dist.all_reduce(torch.ones(3))
 
     group: Any = dist.group.WORLD
-    assert group.queue.take()  # so that the callback is there before the call has ended
+    assert group.queue.take("all_reduce")  # so that the callback is there before the call has ended
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(waits)
     group.queue.give()
     number = torch.tensor([float(meeting.rank)])
     dist.all_reduce(number)
+    assert number.item() == 1
     later.set()
     with pytest.raises(RuntimeError, match="all_reduce by a callback for which later calls have not waited"):
         future.wait()
-    dist.all_reduce(number)
-    assert number.item() == SIZE
+    with pytest.raises(NotSupported, match="for which later calls have not waited"):
+        dist.all_reduce(number)  # at other ranks the callback may have been in time
     dist.destroy_process_group()
 
 
 def test_a_callback_that_waits_for_a_later_call_does_not_hold_it_up_for_ever():
     results(run_group(_late, SIZE, dynamic=True, timeout=100))
+
+
+def _by_a_future_of_another_group(meeting: Meeting) -> None:
+    _join(meeting)
+    other = dist.new_group()
+    if meeting.rank == 0:
+        meeting.hear("the program's call")
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    _calls_twice(meeting, work, lambda: dist.all_reduce(torch.ones(3), group=other, async_op=True))
+
+
+def _by_a_message(meeting: Meeting) -> None:
+    _join(meeting)
+    if meeting.rank == 0:
+        meeting.hear("the program's call")
+    work = dist.isend(torch.ones(3), 1) if meeting.rank == 0 else dist.irecv(torch.ones(3), 0)
+    _calls_twice(meeting, work, lambda: dist.all_reduce(torch.ones(3), async_op=True))
+
+
+def _messages(meeting: Meeting) -> None:
+    _join(meeting)
+    if meeting.rank == 0:
+        meeting.hear("the program's call")
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    other = 1 - meeting.rank
+    exchange = [dist.irecv, dist.isend][meeting.rank]
+    _calls_twice(meeting, work, lambda: exchange(torch.ones(3), other))
+
+
+def _calls_twice(meeting: Meeting, first: Any, call: Callable[[], Any]) -> None:
+    """A callback of ``first`` calls, and the program: in this order at rank 0, and in the other at rank 1."""
+    future = first.get_future().then(lambda _: call().wait())
+    if meeting.rank == 0:
+        while not first.is_completed():
+            first.wait()
+        with pytest.raises(RuntimeError, match=r"rank 1: .* by a callback of .* comes behind .*, which was called after that"):
+            future.wait()
+            call().wait()
+            call().wait()
+    else:
+        work = call()
+        meeting.say("the program's call")
+        with pytest.raises(RuntimeError, match=r" by a callback of .* comes behind .*, which was called after"):
+            work.wait()
+            future.wait()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("scenario", [_by_a_future_of_another_group, _by_a_message, _messages])
+def test_what_a_callback_calls_in_another_order_than_other_ranks(scenario: Callable[[Meeting], None]):
+    """Each of the two got what the other was sent, silently."""
+    results(run_group(scenario, SIZE, dynamic=True, timeout=100))
+
+
+def _in_order(meeting: Meeting) -> None:
+    _join(meeting)
+    other = dist.new_group()
+    for number in range(20):
+        work = dist.isend(torch.ones(3), 1) if meeting.rank == 0 else dist.irecv(torch.ones(3), 0)
+        value = torch.tensor([float(number)])
+        work.get_future().then(lambda _, value=value: dist.all_reduce(value)).wait()
+        dist.all_reduce(value)
+        assert value.item() == SIZE * SIZE * number
+        values = [torch.tensor([float(each)]) for each in range(4)]
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in values]
+        futures = [
+            work.get_future().then(lambda _, value=value: dist.all_reduce(value, group=other))
+            for work, value in zip(works, values, strict=True)
+        ]
+        torch.futures.wait_all(futures)
+        dist.all_reduce(values[0], group=other)
+        assert [each.item() for each in values] == [0, SIZE, 2 * SIZE, 3 * SIZE]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_callbacks_call_in_an_order_that_ranks_share():
+    results(run_group(_in_order, SIZE, dynamic=True, timeout=100))
