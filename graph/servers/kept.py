@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported, RdmaError
-from ..work.remote_update import build_optimizer, copy_state, load_saved, read_numbers
+from ..work.remote_update import PER_PARAMETER, build_optimizer, copy_state, load_saved, numbers_of, read_numbers
 from .bundle import PRESENT, Room, padded
 
 ASKED = frozenset(("fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
@@ -52,10 +52,10 @@ class Kept:
             place.copy_(value)
         self.filled = True
 
-    def optimizer(self, number: int, kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[Any]) -> None:
+    def optimizer(self, number: int, kind: type[torch.optim.Optimizer], given: dict[str, Any], groups: list[Any]) -> None:
         """Build (or adjust) an optimizer over these parameters. A group's ``params`` are their positions. Every worker
         says the same; the first one builds."""
-        self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self._parameters)
+        self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, given, groups, self._parameters)
         self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
         self._numbers.pop(number, None)
         self._set = None
@@ -80,22 +80,39 @@ class Kept:
         if optimizer is None:
             raise RdmaError(f"a step of optimizer {number}, which is not known here")
         self._take_numbers(number, optimizer, gradients)
-        self._set_gradients(number, [room for room, _ in gradients])
-        optimizer.step()
+        rooms = [room for room, _ in gradients]
+        if type(optimizer) in PER_PARAMETER:
+            self._set_gradients(number, rooms)
+            optimizer.step()
+        else:
+            self._step_unknown(number, optimizer, rooms)
         return self._members[number]
+
+    def _step_unknown(self, number: int, optimizer: torch.optim.Optimizer, rooms: list[Room]) -> None:
+        """A class that may drop gradients as it steps, or keep them: it gets copies, each time anew."""
+        self._set = None
+        self._set_gradients(number, rooms, own=True)
+        before = numbers_of(optimizer.param_groups)
+        optimizer.step()
+        if numbers_of(optimizer.param_groups) != before:
+            raise NotSupported(
+                f"a step of {type(optimizer).__name__} changes its groups, which its workers would not see",
+                hint="keep such values in its state, or make the optimizer without serve(): over the model's parameters",
+            )
 
     def _take_numbers(self, number: int, optimizer: torch.optim.Optimizer, gradients: Sequence[tuple[Room, int]]) -> None:
         numbers = {bytes(room.note[padded(len(room.bundle)) : note_bytes]) for room, note_bytes in gradients}
         if len(numbers) > 1:
             raise NotSupported(
-                "the workers ask for steps with different hyperparameters", hint="run the same schedule everywhere"
+                "the workers ask for steps with different hyperparameters, or of different parameters",
+                hint="run the same schedule, and change groups in the same step, everywhere",
             )
         (packed,) = numbers
         if self._numbers.get(number) != packed:
             read_numbers(optimizer.param_groups, struct.unpack(f"<{len(packed) // 8}d", packed))
             self._numbers[number] = packed
 
-    def _set_gradients(self, number: int, rooms: list[Room]) -> None:
+    def _set_gradients(self, number: int, rooms: list[Room], own: bool = False) -> None:
         marks = bytes(rooms[0].note[: len(rooms[0].bundle)])
         if len(rooms) == 1 and self._set == (number, marks):
             return  # the gradients are where they were
@@ -109,6 +126,6 @@ class Kept:
                 if room.note[at] == PRESENT:
                     parameter, gradient = self._parameters[at], room.tensors[at]
                     if parameter.grad is None:
-                        parameter.grad = gradient
+                        parameter.grad = gradient.clone() if own else gradient
                     else:
                         parameter.grad.add_(gradient)

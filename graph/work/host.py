@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,9 @@ class Host:
         """Build (or, if it exists, adjust) the owner's half of an optimizer. A group's ``params`` are parameter positions."""
 
         def build() -> None:
-            self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self.parameters)
+            known = inspect.signature(kind.__init__).parameters
+            given = {key: value for key, value in defaults.items() if key in known}
+            self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, given, groups, self.parameters)
 
         self._on_executor(build, commands)
 

@@ -6,7 +6,7 @@ command that asks for the step.
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +63,24 @@ def numbers_of(groups: Sequence[dict[str, Any]]) -> tuple[list[float], tuple[Any
                         raise NotSupported(f"the optimizer's {key} is a tensor of shape {tuple(item.shape)}, {item.dtype}")
                     rest.append((at, key, item.dtype, item.shape))
                 else:
-                    rest.append((at, key, type(item), None if number else item))
+                    rest.append((at, key, type(item), None if number else _kept(item)))
                 if number or isinstance(item, torch.Tensor):
                     numbers.append(float(item))
     return numbers, tuple(rest)
+
+
+def _kept(value: Any) -> Any:
+    """What may change in place is kept as it is now."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def refuse_scaling(optimizer: torch.optim.Optimizer) -> None:
+    """``NotSupported`` where a ``GradScaler`` has left it to a fused optimizer to scale gradients back: it sets attributes."""
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise NotSupported(
+            "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers",
+            hint="make the optimizer with fused=False",
+        )
 
 
 def read_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> None:
@@ -86,24 +100,22 @@ def read_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> 
 def build_optimizer(
     old: torch.optim.Optimizer | None,
     kind: type[torch.optim.Optimizer],
-    defaults: dict[str, Any],
+    given: dict[str, Any],
     groups: list[dict[str, Any]],
     parameters: list[torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """The same optimizer over the real parameters. An old one keeps its state and gets the new groups. A hyperparameter that
-    a group lacks, as after loading one of another class, is not made up: the step raises what it raises in one process."""
+    """The same optimizer over the real parameters; ``given``: the arguments of its class. An old one keeps its state and gets
+    the new groups. A hyperparameter that a group lacks, as after loading one of another class, is not made up: the step raises
+    what it raises in one process."""
     real = [{**group, "params": [parameters[at] for at in group["params"]]} for group in groups]
-    if old is not None and len(old.param_groups) <= len(real):
-        optimizer = old
-        for new in real[len(old.param_groups) :]:
-            old.add_param_group(new)
-    else:
-        known = inspect.signature(kind.__init__).parameters
-        optimizer = kind(real, **{key: value for key, value in defaults.items() if key in known})
+    optimizer = kind(real, **given) if old is None else old
+    del optimizer.param_groups[len(real) :]
     for group, new in zip(optimizer.param_groups, real):
         for key in hyperparameters(group).keys() - new.keys():
             del group[key]
         group.update(new)
+    for new in real[len(optimizer.param_groups) :]:
+        optimizer.add_param_group(new)
     return optimizer
 
 

@@ -6,6 +6,7 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
 from ..graph.servers.trainer import Half, Trainer
-from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of
+from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of, refuse_scaling
 from ..transport import NotSupported
 
 
@@ -52,6 +53,8 @@ class _Share:
 
     def __init__(self, half: Half, groups: list[tuple[int, list[int]]], found: dict[int, nn.Parameter]) -> None:
         self.half, self.groups = half, groups
+        self.sum = float(zlib.crc32(repr(groups).encode()))
+        """Goes behind the numbers of the groups: all workers have the same members in them."""
         self.at = tuple(sorted(found))
         self.parameters = [found[at] for at in self.at]
         room = 0 if half.gradients is None else len(half.gradients)
@@ -72,12 +75,15 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     _kind: type[torch.optim.Optimizer]
 
-    def __init__(self, served: Served, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(self, served: Served, params: Any, given: dict[str, Any]) -> None:
         self._served: Served | None = None
-        super().__init__(params, **defaults)
+        super().__init__(params, **given)
         self.state.clear()  # some optimizers make theirs at once
-        self._served, self._number = served, next(served.optimizers)
+        known = ("_served", "state", "param_groups", "defaults")
+        self._made = {name: value for name, value in vars(self).items() if name not in known}
+        self._served, self._number, self._given = served, next(served.optimizers), given
         self._told: dict[str, Any] = {}
+        self._grouped: list[list[int]] = []
         self._share_out()
         for share in self._shares:
             self._tell(share, *self._numbers(share))
@@ -97,7 +103,21 @@ class ServedOptimizer(torch.optim.Optimizer):
         halves = served.trainer.halves
         self._shares = [_Share(halves[server], list(parts.items()), found[server]) for server, parts in groups.items()]
         self._told.clear()
-        self._mark()
+        before = {number for group in self._grouped for number in group}
+        self._grouped = [list(map(id, group["params"])) for group in self.param_groups]
+        self._mark([parameter for parameter in self._everything() if id(parameter) not in before])
+
+    def _look(self) -> None:
+        """Find what the program has changed otherwise than by methods: the members of groups. Attributes are refused."""
+        if [list(map(id, group["params"])) for group in self.param_groups] != self._grouped:
+            self._share_out()
+        for name, value in self._made.items():
+            now = vars(self).get(name)
+            if now is not value and not (isinstance(now, (int, float, str)) and now == value):
+                raise NotSupported(
+                    f"{name!r} of a served {self._kind.__name__} was set after it was made, which its servers do not see",
+                    hint="keep what changes in param_groups",
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -113,6 +133,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_scaling(self)
         self._renew()
         served.ready()
         staging, writes = served.staging, []
@@ -136,27 +157,29 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def _numbers(self, share: _Share) -> tuple[list[float], Any]:
         numbers, rest = numbers_of([self.param_groups[group] for group, _ in share.groups])
-        if len(numbers) > NUMBERS:
-            raise NotSupported(f"the groups have {len(numbers)} numbers, there is room for {NUMBERS}", hint="use fewer groups")
-        return numbers, rest
+        if len(numbers) >= NUMBERS:
+            raise NotSupported(
+                f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}", hint="use fewer groups"
+            )
+        return [*numbers, share.sum], rest
 
     def _tell(self, share: _Share, numbers: list[float], rest: Any) -> None:
         served = self._served
         assert served is not None
         described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
-        defaults = {key: value for key, value in self.defaults.items() if key != "params"}
-        served.ask(share.half.server, "optimizer", self._number, self._kind, defaults, described)
+        served.ask(share.half.server, "optimizer", self._number, self._kind, self._given, described)
         self._told[share.half.server] = rest
 
     # -- state
 
-    def _mark(self) -> None:
+    def _mark(self, parameters: Iterable[nn.Parameter]) -> None:
         """Other classes may have methods that keep a state of their own here."""
         if self._kind in PER_PARAMETER:
-            self.state.update({parameter: Elsewhere() for parameter in self._everything()})
+            self.state.update({parameter: Elsewhere() for parameter in parameters})
 
     def _renew(self) -> None:
         """Send what the program has put into ``state``, or has dropped there."""
+        self._look()
         parameters = self._everything()
         if self._kind in PER_PARAMETER and any(kind is not Elsewhere for kind in map(type, map(self.state.get, parameters))):
             self._load({p: self.state.get(p, {}) for p in parameters if type(self.state.get(p)) is not Elsewhere})
@@ -172,7 +195,7 @@ class ServedOptimizer(torch.optim.Optimizer):
             there[server][at] = entries
         for server, found in there.items():
             served.ask(server, "load_optimizer_state", self._number, found)
-        self._mark()
+        self._mark(self._everything())
 
     def state_dict(self) -> dict[str, Any]:
         """As the real one's, with the state that the servers have."""
@@ -200,6 +223,7 @@ class ServedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """With several workers each of them loads the same before its next step."""
         super().load_state_dict(state_dict)
+        self._look()
         self._load({parameter: self.state.pop(parameter, {}) for parameter in self._everything()})
 
     def _everything(self) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ fetched, what it writes goes back, its state lies here.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import struct
 import weakref
@@ -22,13 +23,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from ..graph.work.command import STEP, Command
-from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of
+from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of, refuse_scaling
 from ..ground.advice import warn
 from ..parts.parameter import Owners, RemoteParameter
 from ..transport import NotSupported
 
 _numbers = itertools.count(1)
-_known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[RemoteHalves]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[tuple[int, ...], ...], list[RemoteHalves]]] = (
+    weakref.WeakKeyDictionary()
+)
 _hooks: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int, int]] = weakref.WeakKeyDictionary()
 _named: set[type[Optimizer]] = set()
 _installed = False
@@ -167,7 +170,7 @@ def install() -> None:
 def attach(optimizer: Optimizer) -> list[RemoteHalves]:
     """The remote halves of an optimizer, one for each wrapped model that it trains; none for an ordinary one, and none for a
     class of which it is not known that it updates each parameter by itself."""
-    shape = tuple(len(group["params"]) for group in optimizer.param_groups)
+    shape = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
     known, halves = _known.get(optimizer, (None, []))
     if known == shape:
         return halves
@@ -245,9 +248,11 @@ def _comparable(group: dict[str, Any]) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
-    """A tensor may be changed in place, so its number is kept instead of it."""
+    """A tensor may be changed in place, so its number is kept instead of it, and of a list or the like a copy."""
     if isinstance(value, tuple):
         return tuple(map(_number, value))
+    if isinstance(value, (list, dict, set)):
+        return copy.deepcopy(value)
     return ("tensor", float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
@@ -268,11 +273,8 @@ def _order_hooks(optimizer: Optimizer) -> None:
 
 def _send(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     halves = attach(optimizer)
-    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
-        raise NotSupported(
-            "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers",
-            hint="make the optimizer with fused=False",
-        )
+    if halves:
+        refuse_scaling(optimizer)
     for half in halves:
         half.renew()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

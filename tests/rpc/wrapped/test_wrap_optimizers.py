@@ -317,3 +317,30 @@ def betas_that_change_in_place() -> None:
 
 def test_betas_that_change_in_place() -> None:
     drive(betas_that_change_in_place)
+
+
+def members_that_are_exchanged() -> None:
+    """A group gets as many other parameters; one group of two goes, and the state of those who stay does not."""
+    everything: dict[int, list[nn.Parameter]] = {}
+
+    def exchange(number: int, optimizer: torch.optim.Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        if number == 0:
+            everything[id(optimizer)] = group["params"]
+        if number in (1, 3):
+            group["params"] = everything[id(optimizer)][number - 1 : number]
+
+    def part(number: int, optimizer: torch.optim.Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        if number == 1:
+            members = group["params"]
+            optimizer.param_groups[:] = [{**group, "params": members[:1]}, {**group, "params": members[1:], "lr": 0.2}]
+        if number == 3:
+            del optimizer.param_groups[0]
+
+    for change in (exchange, part):
+        assert_alike_with(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 5, change)
+
+
+def test_members_of_groups_that_are_exchanged() -> None:
+    drive(members_that_are_exchanged)
