@@ -100,7 +100,8 @@ class Trainer:
         self.late = False
         """Whether the last wait for weights timed out."""
         self.waiting = True
-        """Whether weights are on their way. While they are, the parameters are not to be read."""
+        """Whether weights are on their way, or may be: set it before gradients are sent. While they are, the parameters are not
+        to be read."""
         self._explain = explain
 
     def add(self, weights: Bundle, gradients: Bundle | None) -> Half:
@@ -154,6 +155,8 @@ class Trainer:
 
     def close(self) -> None:
         self.station.close()
+        for half in self.halves.values():
+            half.room.tensors.clear()  # the parameters have their memory, and are all that shows it
 
 
 def gradient_note(tensors: int) -> int:

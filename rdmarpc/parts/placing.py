@@ -311,7 +311,12 @@ def _listed(names: object) -> str:
 
 
 def check_copied(net: nn.Module) -> None:
-    """``NotSupported`` for a module with attributes that a copy of it would not have, and for a wrapped model."""
+    """``NotSupported`` for a module with attributes that a copy of it would not have, and for a wrapped or served model."""
+    for name, parameter in net.named_parameters():
+        if hasattr(type(parameter), "_watch"):  # a ``served.parameter.ServedParameter``
+            raise NotSupported(
+                f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it; its copy.deepcopy is all here"
+            )
     for path, module in net.named_modules():
         if "_rdmarpc" in getattr(type(module), "__slots__", ()):
             raise NotSupported(

@@ -293,13 +293,30 @@ class ServedModel(nn.Module):
 
 
 def _with_forward_of(original: type[nn.Module]) -> type[ServedModel]:
-    """The class, with the signature of that forward: trainers look there for what a model takes."""
+    """The class, with the signature of that forward (trainers look there for what a model takes) and with the methods by which
+    Python's own syntax reaches what a model holds (``model[0]``, ``len(model)``)."""
 
     @functools.wraps(original.forward)
     def forward(self: ServedModel, *args: Any, **kwargs: Any) -> Any:
         return ServedModel.forward(self, *args, **kwargs)
 
-    return type("ServedModel", (ServedModel,), {"forward": forward, "__doc__": ServedModel.__doc__, "__module__": __name__})
+    holding = {name: _of_original(name) for name in _HOLDING if hasattr(original, name)}
+    own = {"forward": forward, "__doc__": ServedModel.__doc__, "__module__": __name__}
+    return type("ServedModel", (ServedModel,), {**holding, **own})
+
+
+_HOLDING = (
+    *("__getitem__", "__setitem__", "__delitem__", "__len__", "__bool__"),
+    *("__iter__", "__reversed__", "__contains__", "__enter__", "__exit__"),
+)
+
+
+def _of_original(name: str) -> Any:
+    def method(self: ServedModel, *args: Any) -> Any:
+        net = state_of(self).net
+        return getattr(type(net), name)(net, *args)
+
+    return method
 
 
 def _itself(net: nn.Module) -> nn.Module:

@@ -32,6 +32,12 @@ class Served(Protocol):
     def ready(self) -> None:
         """Before the gradients of a step are sent."""
 
+    def sending(self) -> None:
+        """Gradients go out from here on, so weights are on their way, whatever becomes of this step."""
+
+    def seen(self) -> None:
+        """The versions of parameters that were sent have changed: nobody has written there."""
+
     def sent(self) -> None:
         """After that; returns when they may be changed again."""
 
@@ -59,6 +65,7 @@ class _Share:
         self.parameters = [found[at] for at in self.at]
         room = 0 if half.gradients is None else len(half.gradients)
         self.learns = [at < room for at in self.at]
+        self.dtypes = [parameter.dtype for parameter in self.parameters]
         self._marks = bytearray(room)
         self.full = self.marks(self.at) if all(self.learns) else b""
         """The marks when every parameter has a gradient; empty if they cannot all have one."""
@@ -144,10 +151,14 @@ class ServedOptimizer(torch.optim.Optimizer):
             write = _gradients(share)
             if share.half.gradients is not None:
                 writes.append((share, *write, numbers))
-        for share, marks, present, grads, numbers in writes:
-            share.half.send(self._number, marks, present, grads, numbers, staging)
-            # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
-            torch.autograd.graph.increment_version(share.parameters)
+        served.sending()
+        try:
+            for share, marks, present, grads, numbers in writes:
+                share.half.send(self._number, marks, present, grads, numbers, staging)
+                # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
+                torch.autograd.graph.increment_version(share.parameters)
+        finally:
+            served.seen()
         served.sent()
         return loss
 
@@ -226,6 +237,12 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._look()
         self._load({parameter: self.state.pop(parameter, {}) for parameter in self._everything()})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies (``copy.deepcopy``, pickle) are ordinary optimizers over copies of the parameters."""
+        everything = self._everything()
+        state = {everything[at]: entries for at, entries in self.state_dict()["state"].items()}
+        return _ordinary, (self._kind, {"defaults": self.defaults, "state": state, "param_groups": self.param_groups})
+
     def _everything(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
@@ -234,11 +251,15 @@ def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor
     """The marks of a share, the positions that have a gradient, and these."""
     given = [parameter.grad for parameter in share.parameters]
     grads = [grad for grad in given if grad is not None]
-    for grad in grads:
+    for grad, dtype in zip(given, share.dtypes):
+        if grad is None:
+            continue
         if grad.layout is not torch.strided:
             raise NotSupported(
                 f"a gradient is {grad.layout}", hint="sparse gradients (Embedding(sparse=True)) cannot be served"
             )
+        if grad.dtype is not dtype:
+            raise NotSupported(f"a gradient is {grad.dtype}, and its parameter {dtype}", hint="leave grad_dtype as it is")
     if share.full and len(grads) == len(given):
         return share.full, share.at, grads
     present = tuple(at for at, grad in zip(share.at, given) if grad is not None)
@@ -248,6 +269,12 @@ def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor
             hint="freeze parameters after serve(), not before",
         )
     return share.marks(present), present, grads
+
+
+def _ordinary(kind: type[torch.optim.Optimizer], content: dict[str, Any]) -> torch.optim.Optimizer:
+    made = kind.__new__(kind)
+    made.__setstate__({**content, "state": defaultdict(dict, content["state"])})
+    return made
 
 
 _classes: dict[type[torch.optim.Optimizer], type[ServedOptimizer]] = {}

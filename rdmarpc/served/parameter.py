@@ -8,7 +8,11 @@ while there are any, a step returns when the weights are here.
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,8 +91,13 @@ class Watch:
         """By position: what a parameter was when somebody asked for its ``data``."""
         self._position = {id(parameter): at for at, parameter in enumerate(parameters)}
         self._away = False
+        self._by = 0
+        """The thread that made the last step."""
+        self.left_behind = False
+        """In a forked child: the weights land in its parent."""
         self._versions: list[int] = []
         self.seen()
+        _watches.add(self)
 
     def _kind(self, base: type) -> type:
         return type(f"Served{base.__name__}", (ServedParameter, base), {"_watch": self})
@@ -102,8 +111,8 @@ class Watch:
         return list(map(_users, self._storages)) != self._alone
 
     def away(self) -> None:
-        """A step has been sent: the weights are on their way."""
-        self._away = True
+        """A step is being sent: the weights are on their way."""
+        self._away, self._by = True, threading.get_ident()
         for kind in self._kinds.values():
             kind.__torch_function__ = classmethod(_waiting)  # type: ignore[attr-defined]
 
@@ -143,10 +152,40 @@ class Watch:
 
     def close(self) -> None:
         """The parameters are ordinary ones again. Idempotent."""
+        _watches.discard(self)
         self.here()
         for parameter, kind in zip(self._parameters, self._classes):
             parameter.__class__ = kind
         self._lent.clear()
+        self._views.clear()
+
+    # -- forks: the child has the weights of the last step, as in one process
+
+    def before_fork(self) -> None:
+        """In the thread that forks, which waits for the weights if it made the step: no other one may wait in its place."""
+        if self._away and self._by == threading.get_ident():
+            with suppress(Exception):  # whoever uses the model here hears of it
+                self.pull()
+
+    def in_child(self) -> None:
+        self.left_behind = self._away
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for watch in list(_watches):
+        watch.before_fork()
+
+
+def _in_child() -> None:
+    for watch in list(_watches):
+        watch.in_child()
+
+
+# Hooks that run before a fork do so in the opposite order of these calls: this one, then the copies of ``transport/memory``.
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def _harmless() -> frozenset[Any]:

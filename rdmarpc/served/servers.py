@@ -17,7 +17,7 @@ from ..graph.servers.trainer import Half, Trainer, gradient_note
 from ..graph.wire.layout import dense
 from ..graph.work.command import WorkerError
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
-from . import serving
+from . import memory, serving
 from .parameter import Watch
 
 _LEAVE_TIMEOUT_S = 10.0
@@ -34,6 +34,7 @@ class Servers:
     def __init__(
         self, net: nn.Module, home: dict[str, str], agent: Agent, model: str, workers: list[str], timeout: float, staging: str
     ) -> None:
+        shown = memory.check(net)
         self.agent, self.model, self.workers, self.timeout, self.staging = agent, model, workers, timeout, staging
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizers = itertools.count(1)
@@ -57,12 +58,12 @@ class Servers:
         self.placement = Placement(0, agent.name, [], None, [agent.name, *self.names])
         try:
             with self.trainer.station.naming():
-                self._set_up()
+                self._set_up(shown)
         except BaseException as error:
             self._leave(error)
             raise
 
-    def _set_up(self) -> None:
+    def _set_up(self, shown: list[memory.Shown]) -> None:
         numbers = itertools.count(1)
         halves = [self._half(server, numbers) for server in self.names]
         for half in halves:
@@ -78,6 +79,9 @@ class Servers:
                 parameter.data = landing
         names = [name for found in self.names.values() for name in found]
         self._watch = Watch(names, list(self.position), self.pull)
+        for tensor, parameter, at in shown:
+            self._watch.lend(parameter)
+            tensor.data = parameter.detach().as_strided(tensor.shape, tensor.stride(), at)
 
     def _half(self, server: str, numbers: Iterator[int]) -> Half:
         me, parameters = self.agent.name, self.parameters[server]
@@ -99,6 +103,11 @@ class Servers:
 
     def pull(self) -> None:
         """See ``Trainer.pull``."""
+        if self._watch is not None and self._watch.left_behind:
+            raise RdmaError(
+                "this process was forked while the weights of a served model were on their way to its parent",
+                hint="call model.pull() in the thread that forks",
+            )
         self.trainer.pull()
         if self._watch is not None:
             self._watch.here()
@@ -109,13 +118,22 @@ class Servers:
         self.check_written()
         self.trainer.ready()
 
-    def sent(self) -> None:
-        """After a step's gradients were sent. Returns when they may be changed again."""
-        self.trainer.finish()
-        self.steps += 1
+    def sending(self) -> None:
+        """A step sends its gradients. Whatever ends it meanwhile: the parameters are not to be read before ``pull``."""
+        self.trainer.waiting = True
+        assert self._watch is not None
+        self._watch.away()
+
+    def seen(self) -> None:
+        """The step has raised the versions of parameters."""
         assert self._watch is not None
         self._watch.seen()
-        self._watch.away()
+
+    def sent(self) -> None:
+        """After a step's gradients were sent. Returns when they may be changed again."""
+        self.steps += 1
+        self.trainer.finish()
+        assert self._watch is not None
         if self._watch.shared:
             self.pull()
 

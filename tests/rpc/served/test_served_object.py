@@ -155,6 +155,15 @@ def as_the_original(rank: int) -> None:
     model.close()
 
 
+def as_a_container(rank: int) -> None:
+    model = rpc.serve(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), SERVERS, torch.optim.SGD, lr=0.1)
+    assert len(model) == 3 and [*model] == [model[0], model[1], model[2]] and len(model[:2]) == 2
+    model[1] = nn.Tanh()
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), model[2](torch.tanh(model[0](x))))
+    model.close()
+
+
 def several_workers(rank: int) -> None:
     net, _ = twins()
     model = rpc.serve(net, ["worker2"], torch.optim.SGD, lr=0.1, workers=["worker0", "worker1"], timeout=20)
@@ -170,6 +179,8 @@ def several_workers(rank: int) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("scenario, workers", [(reading, 1), (writing, 1), (as_the_original, 1), (several_workers, 2)])
+@pytest.mark.parametrize(
+    "scenario, workers", [(reading, 1), (writing, 1), (as_the_original, 1), (as_a_container, 1), (several_workers, 2)]
+)
 def test_it_is_used_as_the_original(scenario, workers):
     results(run_group(partial(on_workers, scenario, workers), 3, transport="shm"))
