@@ -60,6 +60,13 @@ class Kept:
         self._numbers.pop(number, None)
         self._set = None
 
+    def forget(self, number: int) -> None:
+        """No worker has this optimizer any more."""
+        for table in (self._optimizers, self._members, self._numbers):
+            table.pop(number, None)
+        if self._set is not None and self._set[0] == number:
+            self._set = None
+
     def optimizer_state(self, number: int) -> dict[int, dict[str, Any]]:
         """Copies, per position of a parameter."""
         return copy_state(self._optimizers[number], self._parameters)

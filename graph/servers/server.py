@@ -71,6 +71,8 @@ class Server(threading.Thread):
         self._channels = channels
         self.workers = workers
         self.end = End(workers)
+        self._holders: dict[int, set[str]] = {}
+        """By the number of an optimizer that some workers have dropped: those that have not."""
         self.gone: set[str] = set()
         """Workers that are lost or have closed the model. Like ``end.awaited``, maintained by the owner of this server."""
         self.steps = -1
@@ -171,6 +173,15 @@ class Server(threading.Thread):
         text = f"worker {worker!r} has closed the model" + (f": {why}" if why else ", and others go on")
         self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else RdmaError(text, peer=worker)
         self.station.forget(worker)
+
+    def forget(self, worker: str, numbers: list[int]) -> None:
+        """This worker has dropped these optimizers; what all have dropped is not kept."""
+        for number in numbers:
+            left = self._holders.setdefault(number, set(self.workers))
+            left.discard(worker)
+            if not left:
+                del self._holders[number]
+                self._kept.forget(number)
 
     def counters(self) -> dict[str, int]:
         return self.station.device.counters()

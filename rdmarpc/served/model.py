@@ -18,7 +18,7 @@ from ..graph.servers.bundle import ALWAYS, TRACED
 from ..graph.show.describe import Transfers, describe
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
-from .servers import Servers
+from .servers import Servers, close_dropped
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"
 
@@ -65,6 +65,7 @@ def serve(
     model = f"{name} of {', '.join(everybody)}" if workers is not None else f"{name} {uuid.uuid4().hex}"
     home = place(net, servers, placement)
     limit = timeouts.limit(timeout, "the timeout of serve")
+    close_dropped(agent)
     there = Servers(net, home, agent, model, everybody, limit, staging)
     served = ServedModel(net, there)
     if optimizer is not None:

@@ -6,8 +6,9 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -49,6 +50,12 @@ class Served(Protocol):
     def position(self) -> Mapping[nn.Parameter, tuple[str, int]]:
         """Of each parameter: its server, and which of its parameters it is there."""
 
+    unused: deque[int]
+    """Numbers of optimizers that are no more."""
+
+    def forget(self) -> None:
+        """Tell the servers of those."""
+
     def ask(self, server: str, method: str, /, *args: Any) -> Any:
         """A method of a ``graph.servers.server.Server``."""
 
@@ -89,6 +96,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         known = ("_served", "state", "param_groups", "defaults")
         self._made = {name: value for name, value in vars(self).items() if name not in known}
         self._served, self._number, self._given = served, next(served.optimizers), given
+        weakref.finalize(self, served.unused.append, self._number).atexit = False
         self._told: dict[str, Any] = {}
         self._grouped: list[list[int]] = []
         self._share_out()
@@ -299,4 +307,5 @@ def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, default
             f"{kind.__name__} may combine parameters in one step, and they are at {len(servers)} servers",
             hint="use one server, or a class of torch.optim",
         )
+    served.forget()
     return _class(kind)(served, params, defaults)

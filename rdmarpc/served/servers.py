@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import time
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -25,6 +29,33 @@ _LATE_TIMEOUT_S = 1.0
 """For a server that was waited for in vain before."""
 _open: set[Trainer] = set()
 """Servers may write into their landing places: these must not go, whatever becomes of the models."""
+_dropped: deque[Servers] = deque()
+"""Alive once more, until they are closed."""
+_MANY = 8
+_AGAIN_S = 0.02
+
+
+def close_dropped(agent: Agent) -> None:
+    """Leave the servers of models that nobody has any more and nobody has closed. Where many are open, those are looked for."""
+    if len(_open) >= _MANY:
+        gc.collect()
+    while _dropped:
+        servers = _dropped.popleft()
+        with suppress(RdmaError):
+            if servers.agent is agent and not servers.closed:
+                servers.leave(None)
+
+
+class _End:
+    """Dies with its ``Servers``."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+
+    def __del__(self, dropped: deque[Servers] = _dropped) -> None:
+        # In any thread, at any moment, perhaps within a lock: no calls here.
+        if not self._servers.closed:
+            dropped.append(self._servers)
 
 
 class Servers:
@@ -38,6 +69,7 @@ class Servers:
         self.agent, self.model, self.workers, self.timeout, self.staging = agent, model, workers, timeout, staging
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizers = itertools.count(1)
+        self.unused: deque[int] = deque()
         self.closed = False
         self.steps = 0
         self._uncounted = 0
@@ -51,7 +83,8 @@ class Servers:
             parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
         }
         self._watch: Watch | None = None
-        self.trainer = Trainer(agent.name, agent.device, agent.channel, self._explain, timeout)
+        mine = weakref.ref(self)  # the trainer may outlive this, see ``_open``
+        self.trainer = Trainer(agent.name, agent.device, agent.channel, lambda server: _explained(mine, server), timeout)
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
         agent.on_peer_lost(self.trainer.station.lost)
@@ -60,15 +93,16 @@ class Servers:
             with self.trainer.station.naming():
                 self._set_up(shown)
         except BaseException as error:
-            self._leave(error)
+            self.leave(error)
             raise
+        self._end = _End(self)
 
     def _set_up(self, shown: list[memory.Shown]) -> None:
         numbers = itertools.count(1)
         halves = [self._half(server, numbers) for server in self.names]
         for half in halves:
             args = (self.model, self.workers, self.agent.name, half.weights, half.gradients, self.timeout)
-            half.connect(self._call(half.server, serving.enter, args))
+            half.connect(self._enter(half.server, args))
         for half in halves:
             if self.agent.name == self.workers[0]:
                 self.ask(half.server, "fill", [parameter.detach() for parameter in self.parameters[half.server]])
@@ -82,6 +116,20 @@ class Servers:
         for tensor, parameter, at in shown:
             self._watch.lend(parameter)
             tensor.data = parameter.detach().as_strided(tensor.shape, tensor.stride(), at)
+
+    def _enter(self, server: str, args: tuple[Any, ...]) -> tuple[bytes, int] | None:
+        """Enter when all workers of an earlier model of this name have left it."""
+        deadline = time.monotonic() + self.timeout
+        while isinstance(found := self._call(server, serving.enter, args), list):
+            if time.monotonic() > deadline:
+                names = ", ".join(map(repr, found))
+                raise TransferTimeout(
+                    f"{names} did not close the model that this worker has closed before, within {self.timeout:g} s",
+                    peer=server,
+                    hint="close() it at every worker, also after an error; name= tells models apart",
+                )
+            time.sleep(_AGAIN_S)
+        return found
 
     def _half(self, server: str, numbers: Iterator[int]) -> Half:
         me, parameters = self.agent.name, self.parameters[server]
@@ -164,6 +212,12 @@ class Servers:
 
     # -- set-up calls, none of them in the steady state
 
+    def forget(self) -> None:
+        """Have the servers drop the optimizers that the program has dropped here."""
+        numbers = [self.unused.popleft() for _ in range(len(self.unused))]
+        for server in self.names if numbers else ():
+            self.ask(server, "forget", self.agent.name, numbers)
+
     def ask(self, server: str, method: str, *args: Any) -> Any:
         """A method of a ``Server``."""
         return self._call(server, serving.ask, (self.model, method, args))
@@ -175,7 +229,7 @@ class Servers:
             self.trainer.late = True
             raise
 
-    def _explain(self, server: str) -> BaseException:
+    def explain(self, server: str) -> BaseException:
         try:
             reason = self._call(server, serving.why, (self.model,))
         except RdmaError as error:
@@ -206,9 +260,9 @@ class Servers:
                 self.trainer.station.check()
         except Exception as error:  # said where the weights were wanted
             failed = error
-        self._leave(failed)
+        self.leave(failed)
 
-    def _leave(self, failed: BaseException | None) -> None:
+    def leave(self, failed: BaseException | None) -> None:
         """Tell the servers, all at once: whoever closes after a timeout has waited long enough. ``failed``: why we go, if not
         because we are done; who was lost is said to those who go on."""
         self.closed = True
@@ -237,3 +291,8 @@ class Servers:
             self._watch.close()
         if safe:
             _open.discard(self.trainer)
+
+
+def _explained(servers: weakref.ref[Servers], server: str) -> BaseException:
+    found = servers()
+    return RdmaError("the model was dropped") if found is None else found.explain(server)

@@ -26,7 +26,7 @@ class _Table(dict[str, Server]):
 
 _servers: weakref.WeakKeyDictionary[Agent, _Table] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_ASKED = kept.ASKED | {"connect", "counters"}
+_ASKED = kept.ASKED | {"connect", "counters", "forget"}
 """What workers ask a ``Server`` for."""
 
 
@@ -97,13 +97,16 @@ def _expect_no_more(table: _Table, model: str, worker: str) -> None:
 
 def enter(
     model: str, workers: list[str], worker: str, weights: Bundle, gradients: Bundle | None, timeout: float
-) -> tuple[bytes, int] | None:
-    """Called at a server by each worker of a model; the first one makes it. See ``Server.enter``."""
+) -> tuple[bytes, int] | list[str] | None:
+    """Called at a server by each worker of a model; the first one makes it. See ``Server.enter``. Who has left the model and
+    comes again before all others have left gets the names of these, and has to come later."""
     agent = _agent.current()
     table = _table(agent)
     with _lock:
         agent.device.check()  # afterwards nobody would end it
         server = table.get(model)
+        if server is not None and worker in server.gone:
+            return sorted(set(server.workers) - server.gone)
         new = server is None
         if server is None:
             _turn_away(table, model, worker, agent.name)

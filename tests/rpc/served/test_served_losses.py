@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -136,6 +137,50 @@ def comes_late(meeting: Meeting) -> None:
         if meeting.rank > 1:
             table = serving._table(agent.current())
             assert not table and not table.given_up
+
+
+def again(rank: int) -> None:
+    """Workers of different speeds serve, train and close under one name again and again."""
+    if rank < 2:
+        for _ in range(4):
+            served = train()
+            served(torch.ones(1, 4)).sum().backward()
+            served.optimizer.step()
+            time.sleep(0.05 * rank)
+            served.close()
+    rpc.shutdown()
+
+
+def test_a_worker_that_serves_again_waits_until_the_others_have_closed() -> None:
+    results(run_group(again, 4))
+
+
+def kept_here() -> tuple[int, int]:
+    """How many models this server keeps, and how many optimizers of one of them."""
+    found = [server for table in serving._servers.values() for server in table.values()]
+    return len(found), max(len(server._kept._optimizers) for server in found)
+
+
+def drops(rank: int) -> None:
+    """More models than a device has bells for, and optimizers, that nobody closes."""
+    if rank == 0:
+        for _ in range(70):
+            served = rpc.serve(nn.Linear(4, 4), ["worker1"], torch.optim.SGD, lr=0.1)
+            served(torch.ones(1, 4)).sum().backward()
+            served.optimizer.step()
+        assert rpc.rpc_sync("worker1", kept_here)[0] < 20
+        for _ in range(10):
+            served.new_optimizer(torch.optim.SGD, lr=0.1).step()
+            gc.collect()
+        gc.collect()
+        served.new_optimizer(torch.optim.SGD, lr=0.1)
+        assert rpc.rpc_sync("worker1", kept_here)[1] <= 3
+        served.close()
+    rpc.shutdown()
+
+
+def test_what_a_program_drops_is_not_kept_at_servers() -> None:
+    results(run_group(drops, 2))
 
 
 def test_who_comes_late_is_told_who_gave_the_model_up() -> None:
