@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported, RdmaError
-from ..work.remote_update import PER_PARAMETER, build_optimizer, copy_state, load_saved, numbers_of, read_numbers
+from ..work.remote_update import (
+    PER_PARAMETER,
+    build_optimizer,
+    copy_state,
+    counting_dtype,
+    load_saved,
+    numbers_of,
+    read_numbers,
+)
 from .bundle import PRESENT, Room, padded
 
 ASKED = frozenset(("fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
@@ -52,9 +60,16 @@ class Kept:
             place.copy_(value)
         self.filled = True
 
-    def optimizer(self, number: int, kind: type[torch.optim.Optimizer], given: dict[str, Any], groups: list[Any]) -> None:
-        """Build (or adjust) an optimizer over these parameters. A group's ``params`` are their positions. Every worker
-        says the same; the first one builds."""
+    def optimizer(
+        self, number: int, kind: type[torch.optim.Optimizer], given: dict[str, Any], groups: list[Any], counting: torch.dtype
+    ) -> None:
+        """Build (or adjust) an optimizer over these parameters. A group's ``params`` are their positions; ``counting``: see
+        ``counting_dtype``. Every worker says the same; the first one builds."""
+        if counting is not (mine := counting_dtype(kind)):
+            raise NotSupported(
+                f"{kind.__name__} counts in {counting} where the model is, and in {mine} at its server",
+                hint="call torch.set_default_dtype in every process",
+            )
         self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, given, groups, self._parameters)
         self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
         self._numbers.pop(number, None)

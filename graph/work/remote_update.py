@@ -83,6 +83,13 @@ def refuse_scaling(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def counting_dtype(kind: type[torch.optim.Optimizer]) -> torch.dtype:
+    """The dtype in which an optimizer of this class counts, if it is made now: torch's classes have float32, or float64 where
+    that is the default; others may have the default itself."""
+    default = torch.get_default_dtype()
+    return default if kind not in PER_PARAMETER or default is torch.float64 else torch.float32
+
+
 def read_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> None:
     """Set the numbers of these groups, keeping the types that the values have."""
     left = iter(numbers)

@@ -17,7 +17,15 @@ from torch import nn
 
 from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
 from ..graph.servers.trainer import Half, Trainer
-from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of, refuse_scaling
+from ..graph.work.remote_update import (
+    PER_PARAMETER,
+    Elsewhere,
+    counting_dtype,
+    hyperparameters,
+    merged,
+    numbers_of,
+    refuse_scaling,
+)
 from ..transport import NotSupported
 
 
@@ -180,13 +188,14 @@ class ServedOptimizer(torch.optim.Optimizer):
             raise NotSupported(
                 f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}", hint="use fewer groups"
             )
-        return [*numbers, share.sum], rest
+        return [*numbers, share.sum], (rest, counting_dtype(self._kind))
 
     def _tell(self, share: _Share, numbers: list[float], rest: Any) -> None:
         served = self._served
         assert served is not None
         described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
-        served.ask(share.half.server, "optimizer", self._number, self._kind, self._given, described)
+        counting = counting_dtype(self._kind)
+        served.ask(share.half.server, "optimizer", self._number, self._kind, self._given, described, counting)
         self._told[share.half.server] = rest
 
     # -- state

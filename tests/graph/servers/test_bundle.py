@@ -239,7 +239,7 @@ class World:
             self.trainers.append(trainer)
         self.server.ask("fill", [torch.zeros(shape) for shape in SHAPES])
         for name, trainer in zip(self.workers, self.trainers):
-            self.server.ask("optimizer", 1, Adding, {"rate": 1.0}, [{"params": [0, 1, 2], "rate": 1.0}])
+            self.server.ask("optimizer", 1, Adding, {"rate": 1.0}, [{"params": [0, 1, 2], "rate": 1.0}], torch.float32)
             half = trainer.halves["s"]
             self.server.ask("connect", name, half.offer(), half.alarm)
 

@@ -161,6 +161,20 @@ def refused(rank: int) -> None:
     model.close()
 
 
+def other_default(rank: int) -> None:
+    """NAdam has a product in the default dtype."""
+    model = rpc.serve(net(), SERVERS, torch.optim.NAdam)
+    step(model, model.optimizer, 0)
+    torch.set_default_dtype(torch.float64)
+    with pytest.raises(rpc.NotSupported, match=r"NAdam counts in torch.float64 where the model is, and in torch.float32 at"):
+        model.optimizer.step()
+    with pytest.raises(rpc.NotSupported, match=r"NAdam counts in torch.float64"):
+        model.new_optimizer(torch.optim.NAdam)
+    torch.set_default_dtype(torch.bfloat16)
+    model.optimizer.step()
+    model.close()
+
+
 def differently(rank: int) -> None:
     model = rpc.serve(net(), ["worker2"], torch.optim.SGD, lr=0.1, workers=["worker0", "worker1"], timeout=20)
     step(model, model.optimizer, 0)
@@ -172,6 +186,6 @@ def differently(rank: int) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("scenario, workers", [(like_alone, 1), (refused, 1), (differently, 2)])
+@pytest.mark.parametrize("scenario, workers", [(like_alone, 1), (refused, 1), (other_default, 1), (differently, 2)])
 def test_an_optimizer_steps_as_in_one_process_or_is_refused(scenario: Any, workers: int) -> None:
     results(run_group(partial(on_workers, scenario, workers), 3, transport="shm"))
