@@ -39,8 +39,10 @@ def serve(
 
     ``model.optimizer`` (of the class ``optimizer``, with ``defaults``) sends the gradients away when it steps. The servers sum
     the gradients of all ``workers``, step, and write the new weights into the memory of this model's parameters. The next
-    forward waits for these weights, as does whatever else reads a parameter. Values that are written into parameters here go to
-    the servers before the next step (with several workers: ``NotSupported``, ``load_state_dict`` is the way). Copies of the
+    forward waits for these weights, as does whatever else reads a parameter by a function or method of torch that has
+    overrides; before anything else (``torch.tensor(p)``, an extension, ``torch.func`` over parameters listed before) call
+    ``pull``. Values that are written into parameters here go to the servers before the next step (with several workers:
+    ``NotSupported``, ``load_state_dict`` is the way). Copies of the
     model (``copy.deepcopy``, pickle) are ordinary models.
 
     * ``workers``: the names of all workers that train this model. Each of them calls ``serve`` with the same arguments.
