@@ -36,7 +36,8 @@ class Place:
     """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one; ``within``: it is inside of
     one, which may be so as well. ``hooked``: it came with hooks. ``prepended``: the hooks on the stand-in that come before
     those. ``loads_itself``: something in its part takes part in ``load_state_dict``, which is under way while there is a
-    ``loading``. ``fixed``: attributes that a class of torch never changes by itself."""
+    ``loading``. ``fixed``: attributes that a class of torch never changes by itself; ``unread``: those of such a class that can
+    be changed inside (the keys of a ``ParameterDict``), until one is read. They are compared before each step from then on."""
 
     def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> None:
         self.owners, self.worker, self.path, self.top = owners, worker, path, top
@@ -49,9 +50,10 @@ class Place:
         hooked = any(table for name, table in vars(original).items() if name.endswith("_hooks"))
         known = self.kind.__module__.startswith("torch.nn.modules.") and not hooked
         self.fixed = {name: value for name, value in own.items() if known and plain(value)}
-        for name, value in own.items():
-            if not known and not plain(value) and not isinstance(value, torch.Tensor):
-                owners.settings.share((worker, path, name), value)
+        shared = {name: v for name, v in own.items() if not plain(v) and not isinstance(v, torch.Tensor)}
+        self.unread = shared if known else {}
+        for name, value in {}.items() if known else shared.items():
+            owners.settings.share((worker, path, name), value)
 
     def refusal(self, why: str, hint: str = _BEFORE_WRAP) -> NotSupported:
         return NotSupported(f"{self.path!r} lives on worker {self.worker!r}: {why}", peer=self.worker, hint=hint)
@@ -91,7 +93,10 @@ class RemotePart(nn.Module):
         place: Place = tables["_place"]
         if name in place.fixed:
             return place.fixed[name]
-        return place.owners.settings.read((place.worker, place.path, name))
+        where = place.worker, place.path, name
+        if name in place.unread:
+            place.owners.settings.share(where, place.unread.pop(name))
+        return place.owners.settings.read(where)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OURS or isinstance(_static(type(self), name), property):
@@ -106,6 +111,7 @@ class RemotePart(nn.Module):
         if name in self._buffers and not isinstance(value, torch.Tensor):
             raise place.refusal(f"its buffer {name!r} cannot be replaced by a {type(value).__name__}")
         before = place.fixed.pop(name, None)
+        place.unread.pop(name, None)
         # Of a class of torch: its operations stay as they are, but for those that it leaves out.
         gentle = type(before) is float and type(value) is float and not {before, value} & _LEFT_OUT
         place.owners.settings.write((place.worker, place.path, name), value, gentle)
@@ -123,6 +129,7 @@ class RemotePart(nn.Module):
         place = self._place
         place.owners.settings.delete((place.worker, place.path, name))
         place.fixed.pop(name, None)
+        place.unread.pop(name, None)
 
     def _refuse_change(self, name: str) -> None:
         if name in self._parameters or name in self._modules or name in INTERNAL or name in ("forward", "__class__"):

@@ -136,6 +136,33 @@ def attributes() -> None:
         model.close()
 
 
+class Adapters(nn.Module):
+    """Tables by name, as adapters of peft are kept, and a setting of a torch class that is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ParameterDict({name: nn.Parameter(torch.randn(20, 20)) for name in ("first", "second")})
+        self.pool, self.active = nn.MaxPool1d([1]), "first"
+
+    def forward(self, x):
+        return self.pool(x @ self.down[self.active]) if self.active in self.down else x
+
+
+def tables_of_parameters() -> None:
+    """A loop freezes and switches what a ``ParameterDict`` at another worker has."""
+    model, twin = both(lambda: nn.Sequential(Adapters(), nn.Linear(20, 4)), {"0": "worker1"})
+    for active in ("first", "second", "none"):
+        for network in (model, twin):
+            part: Any = network[0]
+            part.active = active
+            for name, table in part.down.items():
+                table.requires_grad_(name == active)
+        compare(model, twin)
+        assert list(model[0].down) == list(twin[0].down) and ("first" in model[0].down) and len(model[0].down) == 2
+    assert model[0].pool.kernel_size == twin[0].pool.kernel_size == [1]
+    model.close()
+
+
 def settings_keep_their_plans() -> None:
     model, _ = both(Net, PLACEMENT)
     for temp in (1.0, 2.0, 1.0, 2.0):
@@ -456,6 +483,7 @@ def seeds() -> None:
 def everything() -> None:
     for scenario in (
         attributes,
+        tables_of_parameters,
         settings_keep_their_plans,
         augmented,
         refused,
