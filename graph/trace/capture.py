@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..guards.content import Content, foreign
+from ..guards.flags import check_flags, steady_flags
 from ..guards.opaque import custom_functions
 from ..guards.roots import Root
 from .devices import CPU
@@ -152,7 +153,7 @@ def capture(
     where a part depends on the values of tensors, or the forward writes in place what others use; errors of the model
     itself (wrong shapes) come as they are. What contributes to no output and changes nothing is not part of the capture.
     """
-    with torch.inference_mode(False), torch.enable_grad(), undrawn():
+    with torch.inference_mode(False), torch.enable_grad(), undrawn(), steady_flags():
         return _symbolic(model, inputs, join, sizes, whole)
 
 
@@ -374,6 +375,7 @@ def annotate(node: fx.Node, scope: str) -> None:
     """What an operation must know of where the forward ran it: in which module, and whether autograd looked on."""
     if torch._C._is_any_autocast_enabled():
         raise NotSupported("the forward uses autocast, which does not reach other workers", hint="use it inside of a part")
+    check_flags()
     check_inference()
     node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
 

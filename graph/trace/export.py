@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
+from ..guards.flags import check_flags, steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
@@ -64,6 +65,7 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
             no_opaque_calls(),
             _silent(),
             _assignments(model) as assigned,
+            steady_flags(but="backends.mkldnn.enabled"),
             _NoForgotten(),
         ):
             program = torch.export.export(model, args, kwargs, strict=False)
@@ -85,6 +87,7 @@ class _NoForgotten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        check_flags()
         check_inference()
         first = args[0] if args else None
         what = func.__self__.__name__ if name == "__set__" else ""

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...transport import NotSupported, plugins
 from ..guards.fast_paths import FastPaths, cut_attention
+from ..guards.flags import SetsFlag
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import check_operations, record
 from .sizes import Sizes
@@ -80,6 +81,8 @@ def capture_by(
         except Exception as raised:
             refused.append(f"{name}: {first_line(raised)}")
             error, again = raised, again or isinstance(raised, Changes)
+            if isinstance(raised, SetsFlag):
+                break
     raise Uncaptured(refused, error, again) from error
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
+from ..guards.flags import steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
@@ -44,7 +45,7 @@ from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_t
 
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
     """As ``capture``."""
-    with torch.inference_mode(False), torch.enable_grad(), undrawn():
+    with torch.inference_mode(False), torch.enable_grad(), undrawn(), steady_flags():
         return _record(model, inputs, join, whole)
 
 

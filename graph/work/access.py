@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ...transport import NotSupported, RdmaError
+from ..guards.flags import flags
 from ..guards.generators import torch_mark
 from ..guards.kept import Kept, plain
 from ..guards.side_effects import Globals, changes_there, code_in
@@ -117,9 +118,9 @@ class Access:
         self._change(path, lambda part: load(part, prefix, state), commands)
         return lists
 
-    def default_dtype(self) -> str:
-        """That of new tensors in this process."""
-        return str(torch.get_default_dtype())
+    def flags(self) -> dict[str, Any]:
+        """Those of torch in this process."""
+        return flags()
 
     def other_globals(self, there: dict[str, dict[str, str]], commands: int) -> dict[str, str]:
         """By path, a global that a part names and that is another one in the process where it has these ``Globals.values``."""

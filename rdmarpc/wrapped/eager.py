@@ -84,7 +84,10 @@ class Eager:
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called: by the forward that runs, or outside of any."""
-        if self._session.only_here() or self._hooked(path):
+        if why := self._session.only_here():
+            self._say(path, why)
+            return self._session.here.call(path, args, kwargs)
+        if self._hooked(path):
             return self._session.here.call(path, args, kwargs)
         if self._session.eager is not None:
             return self._call(path, args, kwargs)

@@ -22,6 +22,7 @@ from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
 from ..graph.guards.elsewhere import Elsewhere
+from ..graph.guards.flags import flags_apart
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
 from ..graph.plan.replicas import Replica
@@ -170,7 +171,7 @@ class Session:
             reaching=reaching,
         )
         agent.on_peer_lost(self._caller.station.lost)
-        self._dtypes = set(self.ask("default_dtype", dict.fromkeys(remote, ())).values())
+        self._flags = list(self.ask("flags", dict.fromkeys(remote, ())).values())
         self.seeds = Seeds(agent, remote, self._seed)
         self.seeds.push()
 
@@ -246,9 +247,7 @@ class Session:
 
     def only_here(self) -> str:
         """Why a forward that starts now is right in this process alone; empty: it is not."""
-        dtype = str(torch.get_default_dtype())
-        other = next((there for there in self._dtypes if there != dtype), "")
-        return needed() or (f"torch's default dtype is {dtype} here and was {other} at a worker" if other else "")
+        return needed() or flags_apart(self._flags)
 
     def ask(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """A method of the host at several workers at once."""

@@ -1,0 +1,123 @@
+"""Flags of torch that choose how operations compute. Every process has its own, and a graph has none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...transport import NotSupported
+
+_SMALLEST = 5e-324
+"""Nothing where numbers below the normal ones are flushed: torch has a setter for that, and no getter."""
+
+_native: Any = torch._C
+_HINT = "use it inside of a part"
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return _native._get_deterministic_algorithms(), _native._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _flushes() -> bool:
+    return _SMALLEST * 1.0 == 0.0
+
+
+def _of_native(get: str, put: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return getattr(_native, get), getattr(_native, put)
+
+
+def _precision(backend: str, operation: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    get, put = _of_native("_get_fp32_precision_getter", "_set_fp32_precision_setter")
+    read: Callable[[], str] = partial(get, backend, operation)
+
+    def precision() -> str:
+        found: str = read()
+        return "ieee" if found == "none" else found  # what nobody has chosen
+
+    return precision, partial(put, backend, operation)
+
+
+_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "flush_denormal": (_flushes, torch.set_flush_denormal),
+    "use_deterministic_algorithms": (_deterministic, _set_deterministic),
+    "backends.mkldnn.enabled": _of_native("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    "backends.mkldnn.deterministic": _of_native("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    **{f"backends.mkldnn.{name}.fp32_precision": _precision("mkldnn", name) for name in ("conv", "matmul", "rnn")},
+    "sdp_kernel (flash)": _of_native("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    "sdp_kernel (memory-efficient)": _of_native("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    "sdp_kernel (math)": _of_native("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    "sdp_kernel (order)": _of_native("_get_sdp_priority_order", "_set_sdp_priority_order"),
+}
+"""How each is read and set."""
+
+if torch.version.cuda or torch.version.hip:
+    _FLAGS |= {
+        **{f"backends.cuda.{name}.fp32_precision": _precision("cuda", name) for name in ("conv", "matmul", "rnn")},
+        "backends.cudnn.enabled": _of_native("_get_cudnn_enabled", "_set_cudnn_enabled"),
+        "backends.cudnn.deterministic": _of_native("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+        "sdp_kernel (cuDNN)": _of_native("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    }
+
+_READERS = {name: get for name, (get, _) in _FLAGS.items()}
+
+
+def flags() -> dict[str, Any]:
+    """What they are now, by name."""
+    return {name: get() for name, get in _READERS.items()}
+
+
+def other_flag(here: dict[str, Any], there: dict[str, Any]) -> str:
+    """The first that both have and that is not the same; empty if there is none."""
+    return next((name for name, value in here.items() if name in there and there[name] != value), "")
+
+
+def flags_apart(others: Iterable[dict[str, Any]]) -> str:
+    """How these of workers are not what they are here now; empty if they are."""
+    here = flags()
+    for there in others:
+        if there != here and (name := other_flag(here, there)):
+            return f"torch's {name} is {here[name]} here and was {there[name]} at a worker"
+    return ""
+
+
+class SetsFlag(NotSupported):
+    """A forward sets a flag around its operations: no graph has that."""
+
+
+_began: ContextVar[dict[str, Any] | None] = ContextVar("flags as the trace began", default=None)
+
+
+@contextlib.contextmanager
+def steady_flags(but: str = "") -> Iterator[None]:
+    """Around a trace: what it changes is put back. Raises ``SetsFlag`` if it leaves one changed. ``but``: what the trace itself
+    sets, which is not looked at."""
+    began = flags()
+    token = _began.set({name: value for name, value in began.items() if name != but})
+    try:
+        yield
+        check_flags()
+    finally:
+        _began.reset(token)
+        for name, value in flags().items():
+            if value != began[name]:
+                _FLAGS[name][1](began[name])
+
+
+def check_flags() -> None:
+    """Within a trace: raise ``SetsFlag`` if the forward has changed one, which its graph would not."""
+    began = _began.get()
+    if began is None:
+        return
+    now = flags()
+    if name := other_flag(now, began):
+        raise SetsFlag(f"the forward sets torch's {name} to {now[name]}, which does not reach other workers", hint=_HINT)
