@@ -21,8 +21,8 @@ from ..graph.caller.caller import Caller
 from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
-from ..graph.guards.elsewhere import Elsewhere
 from ..graph.guards.flags import flags_apart
+from ..graph.guards.side_effects import Elsewhere
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
 from ..graph.plan.replicas import Replica
