@@ -37,18 +37,19 @@ def plain(value: Any) -> bool:
 
 class Kept:
     """What ``values`` hold now. ``opaque`` names the type of a value inside that cannot be looked into, if there is one;
-    ``foreign``: there are tensors or modules inside, which count by their identity."""
+    ``foreign``: there are tensors or modules inside, which count by their identity. ``inside``: all that somebody could change,
+    by ``id``."""
 
     def __init__(self, *values: Any) -> None:
         self.opaque = ""
         self.foreign = False
         self._pairs: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
-        self._seen: dict[int, Any] = {}
+        self.inside: dict[int, Any] = {}
         left = list(values)
         while left:
             left.extend(self._look(left.pop()))
-            if len(self._seen) > _MOST:
+            if len(self.inside) > _MOST:
                 self.opaque = "large structure"
                 break
 
@@ -63,9 +64,9 @@ class Kept:
 
     def _look(self, value: Any) -> Iterator[Any]:
         """Remember what this very value holds; gives what is to be looked at next."""
-        if plain(value) or id(value) in self._seen:
+        if plain(value) or id(value) in self.inside:
             return
-        self._seen[id(value)] = value
+        self.inside[id(value)] = value
         if isinstance(value, (nn.Module, torch.Tensor)):
             self.foreign = True
             return

@@ -82,13 +82,15 @@ class Globals:
 
 
 class Followed:
-    """A part at its worker. Called, it runs, and raises ``NotSupported`` if it has changed globals or drawn from generators of
-    Python's or numpy's; ``tell()`` is called if it has drawn from torch's. ``follows``: whether it has code of the user's, who
-    may do so."""
+    """A part at its worker. Called, it runs, and raises ``NotSupported`` if it has changed globals or what ``common()`` names
+    (see ``Access.changed_common``), or drawn from generators of Python's or numpy's; ``tell()`` is called if it has drawn from
+    torch's. ``follows``: whether it has code of the user's, who may do so."""
 
-    def __init__(self, path: str, part: nn.Module, gpu: torch.device | None, tell: Callable[[], None]) -> None:
+    def __init__(
+        self, path: str, part: nn.Module, gpu: torch.device | None, tell: Callable[[], None], common: Callable[[], str]
+    ) -> None:
         self.part, self.forward, self.follows = part, getattr(part, "forward", part), has_code(part)
-        self._what, self._gpu, self._tell = f"part {path!r}", gpu, tell
+        self._what, self._gpu, self._tell, self._common = f"part {path!r}", gpu, tell, common
         self._globals, self._draws = Globals(part), self.follows and _draws_from_python(part)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +105,11 @@ class Followed:
                 raise _late(draws_there(self._what, name))
         if self._globals and (label := self._globals.changed()):
             raise _late(changes_there(self._what, label))
+        if name := self._common():
+            raise NotSupported(
+                f"{self._what} changes what is in {name}, which others in the model have, too: they would not see it",
+                hint='return it from the forward of the part, or capture="here"',
+            )
         return result
 
 

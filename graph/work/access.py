@@ -53,6 +53,7 @@ class Access:
     ) -> None:
         self._root, self._submit, self._use_mode, self._recoded, self._gpu = root, submit, use_mode, recoded, gpu
         self._kept: dict[tuple[str, str], Kept] = {}
+        self._common: dict[tuple[str, str], Kept] = {}
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 self._keep(path, name, value)
@@ -62,6 +63,8 @@ class Access:
         self._kept.pop((path, name), None)
         if name not in INTERNAL and not plain(value) and not isinstance(value, torch.Tensor):
             self._kept[path, name] = Kept(value)
+        if (path, name) in self._common:
+            self._common[path, name] = Kept(value)
 
     # -- state
 
@@ -234,6 +237,25 @@ class Access:
                 self._recoded()
 
         self._submit(store, commands)
+
+    def join(self, common: set[tuple[str, str]], commands: int) -> None:
+        """Attributes, by path and name, that the caller or another worker has, too: no part may change what they hold."""
+
+        def follow() -> None:
+            kept: dict[int, Kept] = {}
+            for path, name in sorted(common):
+                value = getattr(self._root.get_submodule(path), name)
+                self._common[path, name] = kept.setdefault(id(value), self._common.get((path, name)) or Kept(value))
+            for gone in self._common.keys() - common:
+                del self._common[gone]
+
+        self._submit(follow, commands)
+
+    def changed_common(self) -> str:
+        """One of these that is not as the others have it."""
+        held = {id(kept): (path, name) for (path, name), kept in self._common.items()}
+        kepts = {id(kept): kept for kept in self._common.values()}
+        return next((".".join(filter(None, held[key])) for key, kept in kepts.items() if not kept.holds()), "")
 
     def delete(self, path: str, name: str, commands: int) -> None:
         """Delete an attribute of a module."""

@@ -220,7 +220,7 @@ class Host:
         part = self.root.get_submodule(path)
         known = self._followed.get(path)
         if known is None:
-            known = self._followed[path] = Followed(path, part, self.gpu, lambda: self._drew(path))
+            known = self._followed[path] = Followed(path, part, self.gpu, lambda: self._drew(path), self.access.changed_common)
         return known if known.follows else part
 
     def _drew(self, path: str) -> None:

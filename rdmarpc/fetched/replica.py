@@ -88,6 +88,7 @@ class Replica:
                 self._take(parameter, new[id(parameter)])
         self._put_leaves(new)
         self._epoch = self._owners.caller.control.epoch()
+        self._owners.settings.give_common(self.parts)
         self.remember()
 
     def _take(self, parameter: RemoteParameter, value: nn.Parameter) -> None:
@@ -146,7 +147,8 @@ class Replica:
         for path, module in self.parts.items():
             if id(module) not in seen:
                 seen.add(id(module))
-                changed += self._changes(path, _own(module), self._before[path])
+                found = self._changes(path, _own(module), self._before[path])
+                changed += [item for item in found if not self._is_common(*item)]
         for path, tensor in self.tensors.items():
             if _moved(tensor, self._before[""][path][1]):
                 above, _, name = path.rpartition(".")
@@ -155,6 +157,11 @@ class Replica:
             self._send(changed)
             self._epoch = self._owners.caller.control.epoch()
             self.remember()
+
+    def _is_common(self, path: str, name: str, value: Any) -> bool:
+        """Whether that is the very value that modules here have, too."""
+        held = value is self._before[path].get(name, (_MISSING,))[0]
+        return held and self._owners.settings.is_common(self._workers[path], path, name)
 
     @staticmethod
     def _changes(path: str, now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> list[tuple[str, str, Any]]:

@@ -54,6 +54,12 @@ class Attributes(Protocol):
     def give(self, worker: str, values: dict[tuple[str, str], Any], /) -> None:
         """What a forward that ran here has changed, by path and name."""
 
+    def give_common(self, parts: Mapping[str, nn.Module], /) -> None:
+        """Have copies of parts, by path, hold the very values that modules here and they have in common."""
+
+    def is_common(self, worker: str, path: str, name: str, /) -> bool:
+        """Whether that attribute holds such a value, which ``push`` brings to the owner."""
+
     def delete(self, where: Where, /) -> None:
         """Delete it."""
 

@@ -139,6 +139,7 @@ class Session:
         self.stand_in, made = stand_ins(net, self, places)
         self.here = Here(self, self.stand_in, self.originals)
         self.settings.copies = self.here.replica.part
+        self.settings.here = lambda: (m for m in self.stand_in.modules() if not isinstance(m, RemotePart))
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
         for worker, parts in remote.items():

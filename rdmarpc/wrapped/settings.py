@@ -8,7 +8,7 @@ copy cannot be read from here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from ..graph.guards.kept import Kept, plain
 from ..graph.guards.side_effects import code_in
 from ..graph.trace.capture import mode_of
-from ..graph.work.access import AS_IT_CAME, CHANGED, MISSING, PLAIN, TENSOR
+from ..graph.work.access import AS_IT_CAME, CHANGED, INTERNAL, MISSING, PLAIN, TENSOR
 from ..parts.parameter import Where
 from ..transport import NotSupported
 
@@ -34,11 +34,16 @@ class Settings:
         """Of the present settings, for what is captured under them."""
         self.copies: Callable[[str], nn.Module | None] = lambda path: None
         """The copy of a module here, by path, while it is what its owner has."""
+        self.here: Callable[[], Iterable[nn.Module]] = lambda: ()
+        """The modules whose attributes are here."""
         self._ask, self._shape, self._moment, self._recoded = ask, shape, moment, recoded
         self._numbers: dict[Hashable, int] = {frozenset(): 0}
         self._set: dict[Where, Hashable] = {}
         self._shared: dict[Where, Any] = {}
         self._watched: dict[int, tuple[Kept, list[Where]]] = {}
+        self._fresh: dict[Where, Kept] = {}
+        """What was shared since the owners were told what is common."""
+        self._common: dict[str, set[tuple[str, str]]] = {}
         self._read: dict[Where, tuple[str, Any]] = {}
         self._read_at: Hashable = None
 
@@ -46,12 +51,16 @@ class Settings:
         """See ``Attributes.share``."""
         self._forget(where)
         kept, places = self._watched.get(id(value)) or (Kept(value), [])
+        if not kept.opaque:
+            self._fresh[where] = kept
         if not kept.foreign and not kept.opaque:
             self._shared[where] = value
             places.append(where)
             self._watched[id(value)] = kept, places
 
     def _forget(self, where: Where) -> None:
+        self._fresh.pop(where, None)
+        self._common.get(where[0], set()).discard(where[1:])
         if where in self._shared:
             number = id(self._shared.pop(where))
             self._watched[number][1].remove(where)
@@ -60,6 +69,8 @@ class Settings:
 
     def push(self) -> None:
         """Before a step: tell the owners what was changed here inside of values that they have too."""
+        if self._fresh:
+            self._join()
         changed = [places for kept, places in self._watched.values() if not kept.holds()]
         if not changed:
             return
@@ -75,6 +86,39 @@ class Settings:
         for places in changed:
             value = self._shared[places[0]]
             self._watched[id(value)] = Kept(value), places
+
+    def _join(self) -> None:
+        """Tell the owners which of these values, or what is inside of them, modules here or parts at other workers have, too:
+        those would not see what a part changes there."""
+        holders: dict[int, set[str]] = {}
+        for module in self.here():
+            for name, value in vars(module).items():
+                if name not in INTERNAL and id(value) not in holders:
+                    holders.update((number, {""}) for number in Kept(value).inside)
+        known = {where: kept for kept, places in self._watched.values() for where in places} | self._fresh
+        for (worker, _, _), kept in known.items():
+            for number in kept.inside:
+                holders.setdefault(number, set()).add(worker)
+        new: set[str] = set()
+        for (worker, path, name), kept in known.items():
+            common = self._common.setdefault(worker, set())
+            if (path, name) not in common and any(len(holders[number]) > 1 for number in kept.inside):
+                common.add((path, name))
+                new.add(worker)
+        self._fresh.clear()
+        for worker in new:
+            self._ask(worker, "join", self._common[worker])
+
+    def give_common(self, parts: Mapping[str, nn.Module]) -> None:
+        """See ``Attributes.give_common``."""
+        for worker, names in self._common.items():
+            for path, name in names:
+                if (worker, path, name) in self._shared and path in parts:
+                    setattr(parts[path], name, self._shared[worker, path, name])
+
+    def is_common(self, worker: str, path: str, name: str) -> bool:
+        """See ``Attributes.is_common``."""
+        return (path, name) in self._common.get(worker, ()) and (worker, path, name) in self._shared
 
     def read(self, where: Where) -> Any:
         """See ``Attributes.read``."""
