@@ -21,7 +21,9 @@ import signal
 import sysconfig
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import repeat
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -56,31 +58,34 @@ class Kept:
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
-        self._since = 0.0  # when the signal came that is still to be handled
+        self._waiting: list[int] = []  # the signal that is still to be handled
+        self._since = 0.0  # when it came
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         now = time.monotonic()
-        if not _at_work(frame) or 0 < self._since < now - LIMIT_S:
-            self._since = 0.0
+        if not _at_work(frame) or (self._waiting and self._since < now - LIMIT_S):
+            self._waiting.clear()
             return self.handler(number, frame)
-        if not self._since:
+        if not self._waiting:
             self._since = now
+            self._waiting.append(number)
             with contextlib.suppress(RuntimeError):  # no more threads
                 # Not one of ``threading``, which may be what was interrupted.
-                _thread.start_new_thread(self._insist, (number,))
+                _thread.start_new_thread(self._insist, ())
         # The signal comes again, and finds its handler at the next instruction of the interrupted code that lets handlers run.
         # After a call such an instruction would be this one: an iterator calls from within C.
         (_,) = map(_thread.interrupt_main, (number,))  # type: ignore[arg-type]  # typeshed: only named signals
         return None
 
-    def _insist(self, number: int) -> None:
+    def _insist(self) -> None:
         """Send the signal until it is handled: the user's code may have gone on with a system call, which nothing else ends."""
-        while self._since:
+        main = threading.main_thread().ident or 0
+        while self._waiting:
             time.sleep(_INSIST_S)
-            if signal.getsignal(number) is not self.handler:
-                self._since = 0.0
-            elif self._since:
-                signal.pthread_kill(threading.main_thread().ident or 0, number)
+            if any(signal.getsignal(number) is not self.handler for number in self._waiting):
+                self._waiting.clear()
+            # From within C: between a look and the sending, the main thread could handle it, and would then do so twice.
+            deque(map(signal.pthread_kill, repeat(main), self._waiting), maxlen=0)
 
 
 def _at_work(frame: FrameType | None) -> bool:

@@ -115,3 +115,14 @@ def test_no_handler_is_kept_for_ever() -> None:
     with pytest.raises(TimeoutError):
         inside(source)(start + 60.0)
     assert interrupts.LIMIT_S <= time.monotonic() - start < 30.0
+
+
+def test_a_signal_is_handled_once() -> None:
+    """Also where the code that it came in ends while the signal is sent again."""
+    work = inside("def work(end):\n    signal.raise_signal(10)\n    while time.monotonic() < end:\n        pass\n")
+    came: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    for number in range(100):
+        work(time.monotonic() + 0.0095 + 0.0001 * (number % 20))
+        time.sleep(0.002)
+        assert len(came) == number + 1
