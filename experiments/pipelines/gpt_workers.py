@@ -17,7 +17,6 @@ from .gpt import Gpt, WithLoss, batch, loss_of, stages
 
 APART = 1e-4
 """How far a loss may be from that of one process, as a part of it: libraries add up micro-batches in orders of their own."""
-TIMEOUT_S = 120.0
 
 
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
@@ -75,7 +74,7 @@ def rdmarpc(rank: int, job: dict[str, Any]) -> list[float] | None:
     found = None
     if rank == 0:
         placement = {f"stages.{number}": f"worker{number}" for number in range(job["stages"])}
-        model = rpc.wrap(Gpt(job), placement, depth=job["chunks"], timeout=TIMEOUT_S)
+        model = rpc.wrap(Gpt(job), placement, depth=job["chunks"], timeout=job["timeout_s"])
         optimizer = torch.optim.SGD(model.parameters(), job["lr"])
         x, y = batch(job)
 

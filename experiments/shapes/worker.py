@@ -12,8 +12,6 @@ from ..harness.processes import Launcher
 from ..peers.libraries import TENSORPIPE
 from ..peers.meeting import init_method
 
-TIMEOUT_S = 120.0
-
 
 def library(job: dict[str, Any]) -> Any:
     return importlib.import_module("rdmarpc" if job["library"] == "rdmarpc" else "torch.distributed.rpc")
@@ -24,7 +22,7 @@ def join(rpc: Any, rank: int, job: dict[str, Any], name: str) -> None:
     common = {
         "init_method": init_method(rank, job),
         "num_worker_threads": max(16, 2 * job["processes"]),
-        "rpc_timeout": TIMEOUT_S,
+        "rpc_timeout": job["timeout_s"],
     }
     if job["library"] == "rdmarpc":
         options = rpc.RpcBackendOptions(transport=job["device"], **common)
