@@ -31,42 +31,48 @@ def _flushes() -> bool:
     return _SMALLEST * 1.0 == 0.0
 
 
-def _of_native(get: str, put: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return getattr(_native, get), getattr(_native, put)
-
-
 def _precision(backend: str, operation: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    get, put = _of_native("_get_fp32_precision_getter", "_set_fp32_precision_setter")
-    read: Callable[[], str] = partial(get, backend, operation)
+    read: Callable[[], str] = partial(_native._get_fp32_precision_getter, backend, operation)
 
     def precision() -> str:
         found: str = read()
         return "ieee" if found == "none" else found  # what nobody has chosen
 
-    return precision, partial(put, backend, operation)
+    return precision, partial(_native._set_fp32_precision_setter, backend, operation)
 
+
+NATIVE = {
+    "backends.mkldnn.enabled": ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    "backends.mkldnn.deterministic": ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    "sdp_kernel (flash)": ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    "sdp_kernel (memory-efficient)": ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    "sdp_kernel (math)": ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    "sdp_kernel (order)": ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    "backends.cudnn.enabled": ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    "backends.cudnn.deterministic": ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    "sdp_kernel (cuDNN)": ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+}
+"""Functions of ``torch._C``, which has no public names for all of them. A version without one has no such flag to look at."""
+PRECISIONS = ("_get_fp32_precision_getter", "_set_fp32_precision_setter")
+_WITH_CUDA = bool(torch.version.cuda or torch.version.hip)
 
 _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "flush_denormal": (_flushes, torch.set_flush_denormal),
     "use_deterministic_algorithms": (_deterministic, _set_deterministic),
-    "backends.mkldnn.enabled": _of_native("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    "backends.mkldnn.deterministic": _of_native("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    **{f"backends.mkldnn.{name}.fp32_precision": _precision("mkldnn", name) for name in ("conv", "matmul", "rnn")},
-    "sdp_kernel (flash)": _of_native("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    "sdp_kernel (memory-efficient)": _of_native("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    "sdp_kernel (math)": _of_native("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    "sdp_kernel (order)": _of_native("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    **{
+        name: (getattr(_native, get), getattr(_native, put))
+        for name, (get, put) in NATIVE.items()
+        if hasattr(_native, get) and hasattr(_native, put) and (_WITH_CUDA or "cudnn" not in get)
+    },
+    **{
+        f"backends.{backend}.{name}.fp32_precision": _precision(backend, name)
+        for backend in ("mkldnn", "cuda")
+        for name in ("conv", "matmul", "rnn")
+        if all(hasattr(_native, each) for each in PRECISIONS) and (_WITH_CUDA or backend == "mkldnn")
+    },
 }
 """How each is read and set."""
-
-if torch.version.cuda or torch.version.hip:
-    _FLAGS |= {
-        **{f"backends.cuda.{name}.fp32_precision": _precision("cuda", name) for name in ("conv", "matmul", "rnn")},
-        "backends.cudnn.enabled": _of_native("_get_cudnn_enabled", "_set_cudnn_enabled"),
-        "backends.cudnn.deterministic": _of_native("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-        "sdp_kernel (cuDNN)": _of_native("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    }
 
 _READERS = {name: get for name, (get, _) in _FLAGS.items()}
 

@@ -18,6 +18,7 @@ import torch
 from test_capture import specs_of
 from torch import nn
 
+from rdmarpc.graph.guards import flags
 from rdmarpc.graph.guards.content import Content, Unguardable
 from rdmarpc.graph.guards.generators import python_marks
 from rdmarpc.graph.guards.snapshot import Snapshot
@@ -238,3 +239,9 @@ def test_an_object_that_answers_to_every_name_is_no_array() -> None:
     inside[0] = 7
     kept.restore()
     assert inside[0] == 0
+
+
+def test_this_torch_has_all_functions_that_read_and_set_flags() -> None:
+    """Where one is missing, that flag is not looked at."""
+    native = [name for pair in flags.NATIVE.values() for name in pair]
+    assert not [name for name in (*native, *flags.PRECISIONS) if not hasattr(torch._C, name)]
