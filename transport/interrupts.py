@@ -60,11 +60,15 @@ class Kept:
         self.handler = handler
         self._waiting: list[int] = []  # the signal that is still to be handled
         self._since = 0.0  # when it came
+        self._settles = False
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
+        if self._settles:
+            return None
         now = time.monotonic()
         if not _at_work(frame) or (self._waiting and self._since < now - LIMIT_S):
-            self._waiting.clear()
+            if self._waiting:
+                self._settle()
             return self.handler(number, frame)
         if not self._waiting:
             self._since = now
@@ -76,6 +80,13 @@ class Kept:
         # After a call such an instruction would be this one: an iterator calls from within C.
         (_,) = map(_thread.interrupt_main, (number,))  # type: ignore[arg-type]  # typeshed: only named signals
         return None
+
+    def _settle(self) -> None:
+        """The signal is about to be handled. As often as it was sent again since this call began, it would be once more."""
+        self._waiting.clear()  # nobody sends it again from here on
+        self._settles = True
+        signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and has Python run the handlers of what has come
+        self._settles = False
 
     def _insist(self) -> None:
         """Send the signal until it is handled: the user's code may have gone on with a system call, which nothing else ends."""

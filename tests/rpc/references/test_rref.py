@@ -262,9 +262,9 @@ def unconfirmed(rank):
         assert not any(future.done() for future in waiting)
         assert rpc.rpc_sync("worker2", tables)["num_pending_users"] == 35
         eventually(lambda: rpc.rpc_sync("worker1", holds_some))  # the owner may hear of the forks after worker 2 has answered
-        dismiss("worker1")
         # A reference in a result need not be confirmed.
         assert not rpc.rpc_sync("worker2", make_of, ("worker1",)).confirmed_by_owner()
+        dismiss("worker1")
         assert [future.wait().number for future in waiting] == [3] * 30
         assert [reference.to_here().number for reference in created] == [3] * 5
         del theirs, waiting, created
