@@ -278,6 +278,8 @@ class Caller:
         if pending.link is not link:
             self.refused += 1
             raise NotTheirs("it answered a call that was made to another worker")
+        if pending.deadline is not None and not pending.expired and time.monotonic() >= pending.deadline:
+            self._give_up(pending)  # nobody has looked at the clock since
         if frame.flags & AWAY and link.channel.reads_take_peer:
             self._begin_reading(pending, frame)
         elif self.pending.pop(frame.call, None) is not None:

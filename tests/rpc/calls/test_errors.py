@@ -325,6 +325,22 @@ def test_limits_of_time():
     results(run_group(limits))
 
 
+def unseen_limit(rank):
+    """The thread that looks at the clock does not run, as on a machine that is too busy: an answer after the limit is none."""
+    if rank == 0:
+        agent.current().caller.timeouts.stop()
+        late = rpc.rpc_async("worker1", slow, (0.5, torch.ones(3)), timeout=0.1)
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            late.wait()
+        eventually(lambda: len(agent.current().caller.expired), 0)
+        assert rpc.rpc_async("worker1", slow, (0.1, "in time"), timeout=20).wait() == "in time"
+    rpc.shutdown()
+
+
+def test_an_answer_after_the_limit_is_none():
+    results(run_group(unseen_limit))
+
+
 def destinations(rank):
     if rank == 0:
         there = rpc.get_worker_info("worker1")
