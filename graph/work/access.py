@@ -53,7 +53,9 @@ class Access:
     ) -> None:
         self._root, self._submit, self._use_mode, self._recoded, self._gpu = root, submit, use_mode, recoded, gpu
         self._kept: dict[tuple[str, str], Kept] = {}
-        self._common: dict[tuple[str, str], Kept] = {}
+        self._common: set[tuple[str, str]] = set()
+        self._held: dict[int, tuple[str, Kept]] = {}
+        """What ``_common`` are, by ``id``: a name of each, and what it held when it came."""
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 self._keep(path, name, value)
@@ -64,7 +66,7 @@ class Access:
         if name not in INTERNAL and not plain(value) and not isinstance(value, torch.Tensor):
             self._kept[path, name] = Kept(value)
         if (path, name) in self._common:
-            self._common[path, name] = Kept(value)
+            self._hold_common()
 
     # -- state
 
@@ -242,20 +244,21 @@ class Access:
         """Attributes, by path and name, that the caller or another worker has, too: no part may change what they hold."""
 
         def follow() -> None:
-            kept: dict[int, Kept] = {}
-            for path, name in sorted(common):
-                value = getattr(self._root.get_submodule(path), name)
-                self._common[path, name] = kept.setdefault(id(value), self._common.get((path, name)) or Kept(value))
-            for gone in self._common.keys() - common:
-                del self._common[gone]
+            self._common = common
+            self._hold_common()
 
         self._submit(follow, commands)
 
+    def _hold_common(self) -> None:
+        before, self._held = self._held, {}
+        for path, name in sorted(self._common):
+            value = getattr(self._root.get_submodule(path), name)
+            if id(value) not in self._held:
+                self._held[id(value)] = before.get(id(value)) or (f"{path}.{name}", Kept(value))
+
     def changed_common(self) -> str:
         """One of these that is not as the others have it."""
-        held = {id(kept): (path, name) for (path, name), kept in self._common.items()}
-        kepts = {id(kept): kept for kept in self._common.values()}
-        return next((".".join(filter(None, held[key])) for key, kept in kepts.items() if not kept.holds()), "")
+        return next((name for name, kept in self._held.values() if not kept.holds()), "")
 
     def delete(self, path: str, name: str, commands: int) -> None:
         """Delete an attribute of a module."""
@@ -263,6 +266,7 @@ class Access:
         def drop() -> None:
             delattr(self._root.get_submodule(path), name)
             self._kept.pop((path, name), None)
+            self._common.discard((path, name))
             self._recoded()
 
         self._submit(drop, commands)
