@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..ground import reports
+from ..ground import here
 from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks, named
@@ -577,4 +577,4 @@ def _explain() -> list[str]:
     return [line for group in list(_groups) for line in group.explain()]
 
 
-reports.sources.append(_explain)
+here.explained.append(_explain)

@@ -169,3 +169,6 @@ def _in_child() -> None:
 
 
 forked.in_child(_in_child)
+
+explained: list[Callable[[], list[str]]] = []
+"""What rooms above add to ``rdmarpc.explain``: each gives lines for people. Called in any thread."""

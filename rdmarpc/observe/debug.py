@@ -23,7 +23,7 @@ from ..calls.agent import Agent
 from ..calls.callee import SERVE
 from ..calls.pending import Pending
 from ..calls.profiled import name_of
-from ..ground import forked, reports
+from ..ground import forked, here
 from ..links.ring import RING_BYTES, Link
 
 _SHOWN = 20
@@ -114,7 +114,7 @@ def explain() -> str:
     rest = {key: value for key, value in info.items() if "rref" in key or "user" in key or "fork" in key}
     lines.append("references: " + ", ".join(f"{key} {value}" for key, value in rest.items()))
     lines.append("device: " + ", ".join(f"{key} {value}" for key, value in agent.device.counters().items()))
-    lines.extend(line for source in reports.sources for line in source())
+    lines.extend(line for source in here.explained for line in source())
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 import weakref
@@ -20,6 +19,7 @@ from ..graph.servers.bundle import WEIGHT, Bundle
 from ..graph.servers.trainer import Half, Trainer, gradient_note
 from ..graph.wire.layout import dense
 from ..graph.work.command import WorkerError
+from ..ground.dropped import Dropped
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
 from .parameter import Watch
@@ -29,33 +29,16 @@ _LATE_TIMEOUT_S = 1.0
 """For a server that was waited for in vain before."""
 _open: set[Trainer] = set()
 """Servers may write into their landing places: these must not go, whatever becomes of the models."""
-_dropped: deque[Servers] = deque()
-"""Alive once more, until they are closed."""
-_MANY = 8
+_dropped: Dropped[Servers] = Dropped()
 _AGAIN_S = 0.02
 
 
 def close_dropped(agent: Agent) -> None:
-    """Leave the servers of models that nobody has any more and nobody has closed. Where many are open, those are looked for."""
-    if len(_open) >= _MANY:
-        gc.collect()
-    while _dropped:
-        servers = _dropped.popleft()
+    """Leave the servers of models that nobody has any more and nobody has closed."""
+    for servers in _dropped.take(len(_open)):
         with suppress(RdmaError):
             if servers.agent is agent and not servers.closed:
                 servers.leave(None)
-
-
-class _End:
-    """Dies with its ``Servers``."""
-
-    def __init__(self, servers: Servers) -> None:
-        self._servers = servers
-
-    def __del__(self, dropped: deque[Servers] = _dropped) -> None:
-        # In any thread, at any moment, perhaps within a lock: no calls here.
-        if not self._servers.closed:
-            dropped.append(self._servers)
 
 
 class Servers:
@@ -95,7 +78,7 @@ class Servers:
         except BaseException as error:
             self.leave(error)
             raise
-        self._end = _End(self)
+        self._end = _dropped.watch(self)
 
     def _set_up(self, shown: list[memory.Shown]) -> None:
         numbers = itertools.count(1)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +31,7 @@ from ..graph.work.host import Mode, Tree
 from ..graph.work.remote_values import Operation
 from ..graph.work.stored import Piece
 from ..ground.advice import warn
+from ..ground.dropped import Dropped
 from ..parts import owner
 from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
@@ -45,34 +44,17 @@ from ..transport import NotSupported, RdmaError, TransferTimeout
 from .settings import Settings
 from .skeleton import without_hooks
 
-_dropped: deque[Session] = deque()
-"""Alive once more, until they are closed."""
+_dropped: Dropped[Session] = Dropped()
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
-_MANY = 8
 
 
 def close_dropped(agent: Agent) -> None:
-    """Close the models that nobody has any more and nobody has closed: their parts, threads and slots are still at the workers.
-    Where many are open, those are looked for."""
-    if len(_open) >= _MANY:
-        gc.collect()
-    while _dropped:
-        session = _dropped.popleft()
+    """Close the models that nobody has any more and nobody has closed: their parts, threads and slots are still at the
+    workers."""
+    for session in _dropped.take(len(_open)):
         with contextlib.suppress(RdmaError):
             if session.agent is agent:
                 session.close()
-
-
-class _End:
-    """Dies with its session."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __del__(self, dropped: deque[Session] = _dropped) -> None:
-        # In any thread, at any moment, perhaps within a lock: no calls here.
-        if not self._session.closed:
-            dropped.append(self._session)
 
 
 class Session:
@@ -118,7 +100,7 @@ class Session:
             self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
             self.globals.follow(parts)
             _open.add(self)
-            self._end = _End(self)
+            self._end = _dropped.watch(self)
             if said := self.originals.joined(net):
                 warn(said)
         except BaseException:
