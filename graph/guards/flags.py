@@ -92,7 +92,7 @@ def flags_apart(others: Iterable[dict[str, Any]]) -> str:
     here = flags()
     for there in others:
         if there != here and (name := other_flag(here, there)):
-            return f"torch's {name} is {here[name]} here and was {there[name]} at a worker"
+            return f"torch's {name} is {here[name]} here and was {there[name]} at a worker: set it everywhere before wrap()"
     return ""
 
 
