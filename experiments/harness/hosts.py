@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from . import notes
 
 FOLDER = ".hosts"
@@ -51,6 +53,7 @@ class Hosts:
         """Where servers of gRPC of this host are found, and what they listen on."""
         self._place, self._limit_s = folder / FOLDER, timeout_s + GRACE_S
         self._met = 0
+        self._store: TCPStore | None = None
         if self.first:
             try:
                 self._place.mkdir(parents=True)
@@ -63,11 +66,17 @@ class Hosts:
         """Which ranks of so many run here."""
         return list(range(self.number, processes, self.count))
 
-    def turn(self) -> Path:
-        """The folder where the processes of the turn meet that begins now."""
+    def turn(self) -> dict[str, Any]:
+        """Where the processes of the turn meet that begins now: a folder, and a store of torch. Task 0 keeps the store until
+        the next turn: kept by a process of the turn, it would be gone while slower ones still leave their groups."""
         place = self._place / f"turn{self._met}"
         place.mkdir(exist_ok=True)
-        return place
+        said = place / "store"
+        if self.first:
+            self._store = TCPStore(self.address["address"], 0, is_master=True, wait_for_workers=False)
+            notes.write(said, f"tcp://{self.address['address']}:{self._store.port}")
+        store = notes.wait_for(said, time.monotonic() + self._limit_s, "task 0 opened no store").read_text()
+        return {"meeting_place": str(place), "store": store}
 
     def agree(self, about: str, reason: str) -> str:
         """Wait until all tasks have said this. Returns all reasons, each once. Ends the program if a task does not come, or

@@ -121,7 +121,7 @@ class Turns:
     def _meeting(self) -> AbstractContextManager[dict[str, Any]]:
         if self._hosts is None:
             return apps.meeting(self._folder)
-        return nullcontext({"meeting_place": str(self._hosts.turn())})
+        return nullcontext(self._hosts.turn())
 
     def compare(self, same: str, title: str, results: dict[str, bytes]) -> None:
         """With those of the first turn that has this ``same``."""

@@ -23,11 +23,13 @@ from rdmarpc.experiments.harness.hosts import Hosts
 
 APPS = ("a3c", "convergence", "dlrm", "gpt", "graph_network", "grid", "mixture", "parameter_server", "reinforcement", "scaling")
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""As torchrun leaves it to its tasks."""
 
 
 def run_mixture(tmp_path: Path, libraries: list[str], before: Callable[[int], list[str]]) -> list[str]:
     """What each of two tasks of torchrun's prints, of which both end well. ``before(task)``: what its command begins with."""
-    folder, environment = tmp_path / "run", {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RDMARPC_SECRET": 64 * "a"}
+    folder, environment = tmp_path / "run", LAUNCHED | {"WORLD_SIZE": "2", "RDMARPC_SECRET": 64 * "a"}
     given = ["cluster=torchrun", "device=tcp", "steps=2", "rounds=1", "tokens=12", "width=8", f"hydra.run.dir={folder}"]
     command = ["-m", "experiments.mixture", *given, f"libraries=[{','.join(libraries)}]"]
     tasks = [
