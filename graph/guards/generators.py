@@ -22,6 +22,22 @@ def generators() -> dict[str, Any]:
     return found
 
 
+def drawn_since(states: dict[str, Any]) -> list[str]:
+    """Those that are in another state than in ``states``."""
+    now = generators() if states else {}
+    return [name for name, state in states.items() if not _equal(state, now[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if hasattr(one, "tobytes"):  # an array of numpy's
+        return one.tobytes() == other.tobytes()
+    return one == other
+
+
 def draw_again(states: dict[str, Any]) -> None:
     """Put them back."""
     if states:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
-from ..guards.generators import draw_again, generators
+from ..guards.generators import draw_again, drawn_since, generators
 from ..guards.instructions import Instructions
 from ..guards.opaque import uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
@@ -123,8 +123,7 @@ class Watch:
 
     def _look(self, drawn: dict[str, Any]) -> None:
         """What is different now."""
-        now = generators()
-        self._drawn = [name for name, state in drawn.items() if repr(state) != repr(now[name])]
+        self._drawn = drawn_since(drawn)
         reach, away = Snapshot(), Snapshot()
         for root, value in self._roots[2].values():
             away.add([value, root.value()], "")
@@ -523,8 +522,7 @@ def _label(name: str, where: str) -> str:
 
 def there(drawn: dict[str, Any], what: str) -> list[NotSupported]:
     """That it has drawn from generators that were in this state before."""
-    now = generators() if drawn else {}
-    return [draws_there(what, name) for name, state in drawn.items() if repr(state) != repr(now[name])]
+    return [draws_there(what, name) for name in drawn_since(drawn)]
 
 
 class Changes(NotSupported):

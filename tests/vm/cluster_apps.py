@@ -28,7 +28,7 @@ APPS: dict[str, list[str]] = {
     "parameter_server": ["steps=3", "layers=2"],
     "mixture": ["steps=3"],
     "graph_network": ["steps=3"],
-    "gpt": ["steps=2", "micro_batches=[2]"],
+    "gpt": ["steps=2", "micro_batches=[2]", "samples=4", "tokens=8", "vocabulary=100"],
     "convergence": ["problems=[images]"],
     "reinforcement": ["steps=10", "episodes=1"],
     "scaling": ["net=GRU", "workers=[2]", "steps=2", "compute_ms=10"],
