@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..ground import here
+from ..ground import forked, here
 from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks, named
@@ -35,6 +35,7 @@ _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 _OF_GROUP = "the timeout of a process group"
+_FORKED = "a process group cannot be used in a process that was forked from one of its ranks"
 _UNSET = timedelta(milliseconds=-1)
 """What torch has for no timeout in the options of a call."""
 
@@ -532,6 +533,13 @@ class ProcessGroup(Pairwise):
                 _log.warning("rank %s leaves process group %s: %s", self._called, self._group_name, text)
         self._close()
 
+    def forked(self) -> None:
+        """In a forked child: what is under way is the parent's, and so is a group of several ranks. Takes no lock."""
+        error = RdmaError(_FORKED, hint="let the parent make the call, or call destroy_process_group and make a group here")
+        self.queue.forked(error)
+        self.pairs.forked(error)
+        self.engine.forked(error)
+
     def _close(self) -> None:
         self.queue.stop()
         self.pairs.close()
@@ -577,4 +585,10 @@ def _explain() -> list[str]:
     return [line for group in list(_groups) for line in group.explain()]
 
 
+def _in_child() -> None:
+    for group in list(_groups):
+        group.forked()
+
+
 here.explained.append(_explain)
+forked.in_child(_in_child)

@@ -337,13 +337,11 @@ class Pairs:
         waits = way.current is not None or (
             way is self._ins.get(way.peer) and any(each.peer == way.peer for each in self._wanted)
         )
-        if not waits or way.streams.header(way.peer) is not None or self._taken(way):
+        taken = way.current is not None and not way.streams.needs(way.peer)
+        if not waits or way.streams.header(way.peer) is not None or taken:
             return None
         what = way.current.describe if way.current is not None else "a message"
         return PeerLost(f"rank {self.ranks[way.peer]} has left the group, and {what} needs it", peer=lane.channel.peer)
-
-    def _taken(self, way: _Way) -> bool:
-        return way.current is not None and not way.streams.needs(way.peer)
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -400,6 +398,19 @@ class Pairs:
         if not self._closed and not self._pending(ways):
             self._news.wait(1.0)
         self._dozes = False
+
+    def forked(self, error: BaseException) -> None:
+        """In a forked child: end what was under way in the parent. Takes no lock."""
+        self._lock, self._news, self._thread, self._dozes = threading.Lock(), threading.Event(), None, False
+        self.error = error
+        over = list(self._wanted)
+        self._wanted.clear()
+        for way in (*self._outs.values(), *self._ins.values()):
+            over += [*way.queue, *([way.current] if way.current is not None else [])]
+            way.lock, way.current = threading.Lock(), None
+            way.queue.clear()
+        for message in over:
+            message.forked(error)
 
     def waiting(self) -> list[str]:
         """What is under way, for people."""

@@ -147,6 +147,11 @@ class Work(dist.Work):
     def _get_sequence_number(self) -> int:
         return self.sequence
 
+    def forked(self, error: BaseException) -> None:
+        """In a forked child, whose parent runs it: who waits for it here gets this error. Takes no lock, runs no callback."""
+        self._lock, self._event = threading.Lock(), None
+        self.error, self.over, self.run = error, True, nothing
+
 
 def nothing() -> None:
     return None
@@ -305,6 +310,18 @@ class Queue:
     def pending(self) -> list[Work]:
         with self._lock:
             return [*([self.running] if self.running is not None else []), *self._pending]
+
+    def forked(self, error: BaseException) -> None:
+        """In a forked child, which has none of the threads: end what they had to run. Takes no lock."""
+        works = [self.running, self._held, *self._pending]
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._pending.clear()
+        self.running = self._held = None
+        self.busy, self._waiting, self._starting = False, 0, 0
+        for work in works:
+            if work is not None:
+                work.forked(error)
 
     def stop(self) -> None:
         """Let the threads end once nothing is pending."""

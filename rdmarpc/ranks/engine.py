@@ -190,6 +190,13 @@ class Engine:
         self.since = 0.0
         self.members.tell_failure(error)
 
+    def forked(self, error: BaseException) -> None:
+        """In a forked child: the group is its parent's. The others are told nothing. Takes no lock."""
+        self._moves = threading.Lock()
+        self.since = 0.0
+        if self.size > 1:
+            self.error = error
+
     def close(self) -> None:
         """Leave the group. A call under way in another thread ends first: the loops use memory of the device."""
         if self.error is None:
