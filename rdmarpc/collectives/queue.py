@@ -68,7 +68,7 @@ class Work(dist.Work):
         if event is not None:
             event.set()
         if ended is not None:
-            with called_by(Caller(self.origin or self._since, self._since, self.describe)):
+            with called_by(Caller(self.origin or next(stamps), self._since, self.describe)):
                 ended.set_result(None)
         if self._dropped:
             self._let_go()
@@ -136,7 +136,7 @@ class Work(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._since = next(stamps)
+            self._since = next(stamps) if here.caller is None else here.caller.since
             ended: torch.futures.Future[None] = torch.futures.Future()
             self._future, self._ended = ended.then(self._outcome), ended
             future, over = self._future, self.over

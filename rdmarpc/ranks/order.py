@@ -26,7 +26,7 @@ class Caller(NamedTuple):
 
     origin: int
     since: int
-    """When its future was asked for."""
+    """When its future was asked for; if a callback did that, when that one's was."""
     text: str
 
 

@@ -169,7 +169,42 @@ def _calls_twice(meeting: Meeting, first: Any, call: Callable[[], Any]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenario", [_by_a_future_of_another_group, _by_a_message, _messages])
+def _within_a_callback(meeting: Meeting) -> None:
+    """The future that the last callback hangs on is asked for within a callback, and so after the program's call."""
+    _join(meeting)
+    rank, middle, last = meeting.rank, dist.new_group(), dist.new_group()
+    if rank == 0:
+        meeting.hear("the program's call")
+    group: Any = middle
+    assert group.queue.take("all_reduce")  # so that the last callback is there before the call in the middle has ended
+    added, futures = threading.Event(), list[Any]()
+
+    def adds(_: object) -> None:
+        work = dist.all_reduce(torch.ones(3), group=middle, async_op=True)
+        futures.append(work.get_future().then(lambda _: dist.all_reduce(torch.ones(3), group=last)))
+        added.set()
+
+    first = dist.isend(torch.ones(3), 1) if rank == 0 else dist.irecv(torch.ones(3), 0)
+    through = first.get_future().then(adds)
+    if rank == 0:
+        through.wait()
+        group.queue.give()
+        with pytest.raises(RuntimeError, match=r"rank 1: .* by a callback of .* comes behind .*, which was called after that"):
+            futures[0].wait()
+            dist.all_reduce(torch.ones(3), group=last)
+            dist.all_reduce(torch.ones(3), group=last)
+    else:
+        work = dist.all_reduce(torch.ones(3), group=last, async_op=True)
+        meeting.say("the program's call")
+        assert added.wait(30)
+        group.queue.give()
+        with pytest.raises(RuntimeError, match=r" by a callback of .* comes behind .*, which was called after"):
+            work.wait()
+            futures[0].wait()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("scenario", [_by_a_future_of_another_group, _by_a_message, _messages, _within_a_callback])
 def test_what_a_callback_calls_in_another_order_than_other_ranks(scenario: Callable[[Meeting], None]):
     """Each of the two got what the other was sent, silently."""
     results(run_group(scenario, SIZE, dynamic=True, timeout=100))
