@@ -12,7 +12,7 @@ from ...transport import NotSupported, RdmaError
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
 from ..outlets import observer
-from ..wire.header import Header
+from ..wire.header import GIVEN, Header
 from .blocks import Edge, follow
 from .control import Control, names
 from .ledger import Ledger
@@ -32,6 +32,7 @@ class Exchanges:
     def begin(self, plan: Plan, grad: bool, mode: int) -> Forward:
         """A new forward; it stays pending in its plan if it goes backward (``grad``)."""
         run = Forward(plan, self._ledger.reserve(1), grad, mode, self._ledger.abandon)
+        plan.given_back.clear()
         self._passes[run.sequence] = run
         if grad:
             plan.pending.add(run.sequence)
@@ -47,7 +48,7 @@ class Exchanges:
             return self._exchange(run, stage, tensors)
 
     def _exchange(self, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        header = Header.activation(run.sequence, run.grad, run.mode, self._ledger.commands)
+        header = Header.activation(run.sequence, run.grad, run.records, run.mode, self._ledger.commands)
         left = iter(tensors)
         for name, outlets in stage.sends:
             payload = None if run.plan.graph.values[name].trigger else next(left)
@@ -142,6 +143,8 @@ class Exchanges:
         if run is None or self._ledger.dropped(header.sequence):
             slot.close()
             return
+        if header.flags & GIVEN:
+            run.plan.given_back.add(inlet.edge.value)
         tensor = take(slot, header)
         if tensor is not None:
             # Whoever calls the model may keep what it gave for ever. The last free slot is never lent out.

@@ -173,7 +173,7 @@ class Pipeline:
         while self._begun < len(self.parts) and self._begun - self._returned < self._window:
             sequence, index = self._first + self._begun, self._begun
             place = MicroBatch(index, len(self.parts), self._window, self._interleaved, self._split).pack()
-            header = Header.activation(sequence, True, self.mode, self._ledger.commands, place)
+            header = Header.activation(sequence, True, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
                 self.parts[index], header, self._machine, self._station, self._agenda, self._batch
             )

@@ -75,6 +75,8 @@ class Plan:
         assert graph is not None
         self.graph = graph
         self.pending: set[int] = set()
+        self.given_back: set[str] = set()
+        """What parts gave in the last forward that was the very tensor they were given (``Flow.given_back``)."""
         self.participants = sorted({s.worker for s in graph.segments if s.backward and s.worker != caller})
         self.schedule: list[Segment | Stage] = []
         self.stages: list[Stage] = []
@@ -178,6 +180,7 @@ class Forward:
         self, plan: Plan, sequence: int, grad: bool, mode: int, abandoned: Callable[[Plan, int, Mapping[str, bytes]], None]
     ) -> None:
         self.plan, self.sequence, self.grad, self.mode = plan, sequence, grad, mode
+        self.records = torch.is_grad_enabled()
         self.landed: dict[int, torch.Tensor | None] = {}
         self.shared: list[tuple[str, torch.Tensor, int]] = []
         """What its maker still reads where it landed: name, tensor, version (see ``header.SHARED``)."""

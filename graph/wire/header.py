@@ -34,6 +34,10 @@ LEAVE = 1024
 """A gradient: parameters keep the gradients they have, this backward is about inputs alone. Rides as ``CLEAR`` does."""
 DREW = 2048
 """A report, for the first time of each part: it has drawn from torch's generator. The payload is its path."""
+GIVEN = 8192
+"""An activation: the very tensor that the part was given."""
+RECORDS = 4096
+"""The forward runs in grad mode. Without ``GRAD`` no gradient comes back, but what parts keep of it has a graph."""
 
 
 class MicroBatch(NamedTuple):
@@ -84,9 +88,9 @@ class Header(NamedTuple):
     ``optimizer``."""
 
     @classmethod
-    def activation(cls, sequence: int, grad: bool, mode: int, commands: int, place: int = 0) -> Header:
-        """``place``: a packed ``MicroBatch``; 0: a forward of its own."""
-        return cls(0, sequence, GRAD if grad else 0, mode, commands, 0, 0, place)
+    def activation(cls, sequence: int, grad: bool, records: bool, mode: int, commands: int, place: int = 0) -> Header:
+        """``grad``, ``records``: see ``GRAD``, ``RECORDS``; ``place``: a packed ``MicroBatch``; 0: a forward of its own."""
+        return cls(0, sequence, GRAD * grad | RECORDS * records, mode, commands, 0, 0, place)
 
     @classmethod
     def gradient(cls, sequence: int, clear: bool, mode: int, commands: int, leave: bool = False) -> Header:

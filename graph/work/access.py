@@ -28,6 +28,7 @@ from ..trace.watch import untouched
 from ..trace.writes import Registered, aliases
 from .command import WorkerError
 from .remote_update import copied
+from .run import KEPT_HINT
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -298,7 +299,7 @@ class Access:
 
         def run() -> tuple[Any, bool, list[tuple[int, int, bool]]]:
             self._use_mode(mode)
-            part = deepcopy(self._root.get_submodule(path))
+            part = _copied(path, self._root.get_submodule(path))
             known = Globals(part)
             with forked_generators(self._gpu), torch.enable_grad():
                 given, more = moved()
@@ -330,3 +331,13 @@ class Access:
             if runs:
                 self._submit(fail, commands)
             return WorkerError.of(error, "", f"part {path!r}").dump(REPORT_BYTES)
+
+
+def _copied(path: str, part: nn.Module) -> nn.Module:
+    try:
+        return deepcopy(part)
+    except RuntimeError as error:
+        if "graph leaves" not in str(error):
+            raise
+        said = f"part {path!r} keeps a tensor with its graph, and has to be tried on a copy that cannot have it"
+        raise NotSupported(said, hint=KEPT_HINT) from None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils import _pytree as pytree
 
 from ..edges.station import Fittings
 from ..outlets.outlet import Outlet
 from ..plan.analyze import TransferGraph, Value
 from ..plan.place import ACTIVATION, GRADIENT
-from ..plan.program import Segment
+from ..plan.program import Ref, Segment
 from ..schedules.rounds import rounds
+from ..trace.values import Built
 from .production import MIN_BYTES, Production
 
 Source = tuple[int, int]
@@ -22,7 +26,8 @@ goes to, gradient edge), or (segment here that it comes from, 0)."""
 @dataclass(slots=True)
 class Input:
     """A tensor that a segment takes. ``users``: segments of this worker that do; ``watched``: must not be written in place, it
-    is used elsewhere too; ``differentiable``: a gradient goes back for it."""
+    is used elsewhere too; ``differentiable``: a gradient goes back for it; ``kept_only``: none does, and there would be one if
+    what the segment keeps of it were used later."""
 
     name: str
     users: int
@@ -30,6 +35,7 @@ class Input:
     differentiable: bool
     source: Source = (0, 0)
     """What this segment's contribution to its gradient is called."""
+    kept_only: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +49,8 @@ class Duty:
     backward: bool = False
     inputs: list[Input] = field(default_factory=list)
     outputs: dict[str, Route] = field(default_factory=dict)
+    without_gradient: set[str] = field(default_factory=set)
+    """Outputs that had none when they were captured."""
     missing: int = 0
     gradients_missing: int = 0
     shared: list[tuple[str, bool]] = field(default_factory=list)
@@ -92,6 +100,10 @@ class Flow:
         mine = [segment for segment in graph.segments if segment.worker == worker]
         self.duties = [Duty(at, segment, segment.level) for at, segment in enumerate(mine)]
         of = {duty.segment.number: duty for duty in self.duties}
+        self.names = _leaf_names(graph.output)
+        """Of the leaves of the result; empty where it is no value."""
+        self.given_back = {self.names[at]: graph.inputs[number] for at, number, same in graph.aliases if same}
+        """Results of one part that were the very tensors it was given, when it was captured."""
         self.routes: dict[str, Route] = {}
         self.edges: dict[int, Source] = {}
         self._productions: dict[tuple[int, int, bool], Production | None] = {}
@@ -115,6 +127,8 @@ class Flow:
             self.edges.update((source[1], source) for source in sources if source[1])
             if producer is not None:
                 producer.outputs[name] = route
+                if not value.spec.requires_grad:
+                    producer.without_gradient.add(name)
                 producer.gradients_missing += bool(sources)
             if value.carried:
                 self._carry(value, route, of)
@@ -146,7 +160,8 @@ class Flow:
                 number = duty.segment.number
                 gives = number in value.order
                 source = (number if value.carried else value.order.index(number), 0) if gives else (0, 0)
-                duty.inputs.append(Input(name, len(route.users), shared, gives, source))
+                kept_only = value.spec.requires_grad and not gives
+                duty.inputs.append(Input(name, len(route.users), shared, gives, source, kept_only))
 
     def _share(self, of: dict[int, Duty]) -> None:
         """Parameters that several segments here read: their backwards follow each other."""
@@ -199,6 +214,14 @@ class Flow:
             if route.producer is not None and device and any(outlet.edge.nbytes >= MIN_BYTES for outlet in route.sends):
                 found[name] = f"copied: it is made on {device}"
         return found
+
+
+def _leaf_names(output: Any) -> list[str]:
+    """In the order of ``trace.values.leaves_of``."""
+    names: list[str] = []
+    for leaf in pytree.tree_leaves(output, is_leaf=lambda item: isinstance(item, (Ref, Built))):
+        names += _leaf_names(leaf.items) if isinstance(leaf, Built) else [leaf.name if isinstance(leaf, Ref) else ""]
+    return names
 
 
 def levels(graph: TransferGraph) -> int:

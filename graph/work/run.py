@@ -27,10 +27,16 @@ from ...transport import NotSupported, RdmaError
 from ..outlets.outlet import keep_apart
 from ..plan.program import Machine
 from ..schedules.halves import RAN_HOOKS, Halves, halves, hooks_made
-from ..wire.header import CLEAR, GRAD, LEAVE, Header, MicroBatch
+from ..wire.header import CLEAR, GIVEN, GRAD, LEAVE, RECORDS, Header, MicroBatch
 from .aside import Aside
 from .flow import Duty, Flow, Input, Route, Source
 from .tasks import ALONE, FIRST, SECOND, WHOLE, Agenda, Batch, Task
+
+_FREED = "backward through the graph a second time"
+KEPT_HINT = (
+    "a part may keep tensor.detach() from one call to the next, gradients go through what it keeps only with wrap(..., "
+    'capture="here"), or where the module that makes all these calls is placed as a whole'
+)
 
 Watched = list[tuple[str, torch.Tensor, int]]
 """Name, tensor and its version: what must not be written in place."""
@@ -68,6 +74,7 @@ class Run:
         self.sequence, self.mode, self.commands, self.place = header.sequence, header.mode, header.commands, header.place
         self.micro = MicroBatch.unpack(self.place) if self.place else ALONE
         self.grad = bool(header.flags & GRAD)
+        self.records = bool(header.flags & RECORDS)
         self._lock = threading.Lock() if flow.gpus else None
         self.zero_due = False
         self.clear = False
@@ -91,6 +98,7 @@ class Run:
         self._halves: dict[int, Halves] = {}
         self._hooked: set[int] = set()
         """Segments whose forward has registered hooks."""
+        self._going_back: Duty | None = None
         self.forwards_left = len(flow.duties)
         self.backwards_left = flow.backwards if self.grad else 0
 
@@ -149,17 +157,23 @@ class Run:
         grad = self.grad and duty.backward
         outputs: dict[str, torch.Tensor] = {}
         hooks = hooks_made()
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(self.records):
             env, watched = self._take_inputs(duty, grad)
+            given_back = {name: env.get(given) for name, given in self.flow.given_back.items()}
 
             def produced(name: str, tensor: torch.Tensor) -> None:
                 route = duty.outputs.get(name)
                 if route is not None:
+                    if tensor.requires_grad and name in duty.without_gradient:
+                        raise NotSupported(
+                            f"{name} has a gradient now, and had none when it was captured: it would be lost",
+                            hint='wrap(..., capture="here") runs the model in this process, over fetched parts',
+                        )
                     outputs[name] = tensor
                     watched.append((name, tensor, tensor._version))
                     if production is not None:
                         production.made(name, tensor)
-                    self._emit(name, tensor, route)
+                    self._emit(name, tensor, route, GIVEN if tensor is given_back.get(name) else 0)
 
             production = self.flow.production(duty, self.mode, grad)
             self._given(duty, env, produced)
@@ -203,12 +217,15 @@ class Run:
                 tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(given, duty))
                 if self.flow.routes[name].hops:
                     self._arrived[duty.at, name] = get_gradient_edge(tensor)
+            elif self.records and given.kept_only:
+                tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(given, duty))
             env[name] = tensor
         return env, watched
 
-    def _emit(self, name: str, tensor: torch.Tensor, route: Route) -> None:
+    def _emit(self, name: str, tensor: torch.Tensor, route: Route, flags: int) -> None:
         if route.sends:
             header = self._header()
+            header = header._replace(flags=header.flags | flags)
             for outlet in route.sends:
                 outlet.send(header, tensor)
         if route.users:
@@ -219,7 +236,7 @@ class Run:
             outlet.send(self._header())
 
     def _header(self) -> Header:
-        return Header.activation(self.sequence, self.grad, self.mode, self.commands, self.place)
+        return Header.activation(self.sequence, self.grad, self.records, self.mode, self.commands, self.place)
 
     # -- backward
 
@@ -309,12 +326,20 @@ class Run:
 
     def backward(self, duty: Duty) -> None:
         split = self._halves.get(duty.at)
-        if split is None:
-            self._whole_backward(duty)
-        else:
-            del self._starts[duty.at]
-            split.inputs(_ANCHOR)
-            self.agenda.add(Task(self, duty, True, self.commands, SECOND))
+        self._going_back = duty
+        try:
+            if split is None:
+                self._whole_backward(duty)
+            else:
+                del self._starts[duty.at]
+                split.inputs(_ANCHOR)
+                self.agenda.add(Task(self, duty, True, self.commands, SECOND))
+        except RuntimeError as error:
+            if _FREED in str(error):
+                raise RuntimeError(f"{error} ({KEPT_HINT})") from error
+            raise
+        finally:
+            self._going_back = None
         undelivered = self._undelivered.pop(duty.at, None)
         if undelivered:
             for given in duty.inputs:
@@ -392,6 +417,12 @@ class Run:
         name = given.name
 
         def deliver(grad: torch.Tensor | None) -> None:
+            if self._going_back is not duty:
+                raise NotSupported(
+                    f"a part keeps a tensor that was computed from {name} in {duty.segment}, and another call uses it: "
+                    "that gradient would be lost",
+                    hint=KEPT_HINT,
+                )
             undelivered = self._undelivered.get(duty.at, ())
             if name not in undelivered:
                 raise NotSupported(

@@ -8,6 +8,7 @@ as slow as fetching every part in every step.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +105,19 @@ class Here:
             self._owners.eager = None
             self.replica.give_back()  # also of a recomputation that ends early
         self.steps += 1
+        self._watch(result)
         return result
+
+    def _watch(self, result: Any) -> None:
+        """Before the backward of a result, copies of weights that have changed since are made to say so to autograd."""
+
+        def look(grads: Any) -> None:
+            if self._owners.eager is None:
+                self.replica.refresh()
+
+        found = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for function in dict.fromkeys(function for function in found if function is not None):
+            function.register_prehook(look)
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called: by the forward that runs, or outside of any."""
@@ -129,6 +142,18 @@ class Here:
         if any(isinstance(leaf, RemoteParameter) for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(real, (args, kwargs))
         return self.replica.parts[path](*args, **kwargs)
+
+    def copy_of(self, path: str) -> nn.Module | None:
+        """The copy of a module that a forward computes with which runs here; else while it is what its owner has."""
+        return self.replica.parts.get(path) if self._owners.eager is self else self.replica.part(path)
+
+    def changed(self, path: str, name: str) -> AbstractContextManager[nn.Module | None]:
+        """Around what changes an attribute at its owner: gives the copy that a forward computes with here, which is to change,
+        too."""
+        if self._owners.eager is self:
+            return self.replica.changed(path, name)
+        self.replica.graphs.pop((path, name), None)
+        return nullcontext()
 
     def fetch(self, path: str) -> Any:
         """A parameter or buffer that lies elsewhere."""

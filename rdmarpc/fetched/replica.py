@@ -9,11 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..graph.guards.kept import Kept, plain
 from ..graph.work.access import INTERNAL
@@ -27,6 +29,7 @@ from .aside import aside
 from .mixing import Mixing
 
 _MISSING = object()
+_DENSE = "parts that run at their workers may have sparse gradients (Embedding(sparse=True)); here they are to be dense"
 
 
 class Replica:
@@ -37,6 +40,8 @@ class Replica:
         """Every module that lies elsewhere in a whole part, by path."""
         self.tensors: dict[str, torch.Tensor] = {}
         """What cut modules have elsewhere, by path."""
+        self.graphs: dict[tuple[str, str], Any] = {}
+        """What forwards here have left in attributes, by path and name, whose tensors have a graph: owners have it without."""
         self.mixing = Mixing(top)
         self._owners, self._top = owners, top
         self._leaves: dict[int, nn.Parameter] = {}
@@ -89,6 +94,11 @@ class Replica:
         self._put_leaves(new)
         self._epoch = self._owners.caller.control.epoch()
         self._owners.settings.give_common(self.parts)
+        for (path, name), value in tuple(self.graphs.items()):
+            if path in self.parts and _alike(_own(self.parts[path]).get(name), value):
+                setattr(self.parts[path], name, value)
+            else:
+                del self.graphs[path, name]
         self.remember()
 
     def _take(self, parameter: RemoteParameter, value: nn.Parameter) -> None:
@@ -127,10 +137,23 @@ class Replica:
 
     # -- what a forward changes
 
+    @contextmanager
+    def changed(self, path: str, name: str) -> Iterator[nn.Module]:
+        """Around what changes an attribute at its owner while a forward runs here: gives the copy, which is to change too."""
+        self.graphs.pop((path, name), None)
+        current, module = self.current, self.parts[path]
+        yield module
+        self._before[path].pop(name, None)
+        if name in (own := _own(module)):
+            self._before[path][name] = own[name], _mark(own[name])
+        if current:
+            self._epoch = self._owners.caller.control.epoch()
+
     def remember(self) -> None:
         """What the parts hold now is what their owners have."""
         self._before = {path: {n: (v, _mark(v)) for n, v in _own(module).items()} for path, module in self.parts.items()}
         self._before[""] = {path: (tensor, _mark(tensor)) for path, tensor in self.tensors.items()}
+        self._members = {path: _members(module) for path, module in self.parts.items()}
         self._versions = {key: leaf._version for key, leaf in self._leaves.items()}
 
     def give_back(self) -> None:
@@ -147,6 +170,7 @@ class Replica:
         for path, module in self.parts.items():
             if id(module) not in seen:
                 seen.add(id(module))
+                self._check_members(path, module)
                 found = self._changes(path, _own(module), self._before[path])
                 changed += [item for item in found if not self._is_common(*item)]
         for path, tensor in self.tensors.items():
@@ -163,6 +187,15 @@ class Replica:
         held = value is self._before[path].get(name, (_MISSING,))[0]
         return held and self._owners.settings.is_common(self._workers[path], path, name)
 
+    def _check_members(self, path: str, module: nn.Module) -> None:
+        before, now = self._members[path], _members(module)
+        for name in {**before, **now}:
+            if before.get(name) is not now.get(name):
+                raise NotSupported(
+                    f"the forward exchanges {name!r} of {path!r}, which lives at another worker",
+                    hint="let it choose between modules, or parameters, that stay where they are",
+                )
+
     @staticmethod
     def _changes(path: str, now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> list[tuple[str, str, Any]]:
         found = []
@@ -178,6 +211,9 @@ class Replica:
     def _send(self, changed: list[tuple[str, str, Any]]) -> None:
         found: dict[str, dict[tuple[str, str], Any]] = {}
         for path, name, value in changed:
+            self.graphs.pop((path, name), None)
+            if _has_graph(value):
+                self.graphs[path, name] = value
             value = value.detach().clone() if isinstance(value, torch.Tensor) else value
             found.setdefault(self._workers[path], {})[path, name] = value
         for worker, attributes in found.items():
@@ -194,8 +230,10 @@ def _giver(parameter: RemoteParameter, mixing: Mixing) -> Callable[[torch.Tensor
         if grad is None or frozen:
             return
         if grad.layout is not torch.strided or grad.requires_grad:
-            why = f"a gradient is {grad.layout}" if grad.layout is not torch.strided else "create_graph=True in backward()"
-            raise parameter._refuse(f"{why}; it cannot be sent there", "torch.autograd.grad gives gradients that have a graph")
+            if grad.layout is not torch.strided:
+                raise parameter._refuse(f"a gradient is {grad.layout}; it cannot be sent there", _DENSE)
+            why = "create_graph=True in backward(); it cannot be sent there"
+            raise parameter._refuse(why, "torch.autograd.grad gives gradients that have a graph")
         mixing.given(parameter)
         with aside():
             there = parameter.grad
@@ -211,6 +249,24 @@ def _own(module: nn.Module) -> dict[str, Any]:
     """Buffers, and attributes of its own."""
     attributes = {name: value for name, value in vars(module).items() if name not in INTERNAL}
     return {**module._buffers, **attributes}
+
+
+def _members(module: nn.Module) -> dict[str, Any]:
+    """Its parameters and children."""
+    return {**module._parameters, **module._modules}
+
+
+def _has_graph(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for graphs of their tensors."""
+    (ours, tree), (theirs, other_tree) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    return tree == other_tree and all(
+        _same(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or (plain(a) and a == b)
+        for a, b in zip(ours, theirs)
+    )
 
 
 def _mark(value: Any) -> Any:

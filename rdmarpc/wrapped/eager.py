@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from ..graph.caller.stage import Plan
 from ..graph.guards.side_effects import OnlyHere
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
@@ -238,14 +239,14 @@ class Eager:
             raise NotSupported(f"an input of {path!r} that is no tensor must be hashable: {error}") from error
         self.calls += 1
         result = caller.forward(plan, tensors, self._mode)
-        return self._aliased(path, tensors, result, plan.graph.aliases) if plan.graph.aliases else result
+        return self._aliased(path, tensors, result, plan) if plan.graph.aliases else result
 
-    def _aliased(self, path: str, given: Sequence[torch.Tensor], result: Any, aliases: list[tuple[int, int, bool]]) -> Any:
+    def _aliased(self, path: str, given: Sequence[torch.Tensor], result: Any, plan: Plan) -> Any:
         """Put the arguments themselves where a part gives them back; views of them are copies here, which nobody may write
-        into."""
-        same = {at: given[number] for at, number, same in aliases if same}
+        into. A part may give back its argument in one call, and something else in another."""
         leaves = values.leaves_of(result)
-        for at, number, _ in aliases:
+        same = {at: given[number] for at, number, same in plan.graph.aliases if same and plan.flow.names[at] in plan.given_back}
+        for at, number, _ in plan.graph.aliases:
             pair = given[number], leaves[at]
             if at not in same and not any(tensor.is_inference() for tensor in pair):
                 self._views += [(path, tensor, tensor._version) for tensor in pair]

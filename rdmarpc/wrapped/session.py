@@ -120,7 +120,8 @@ class Session:
         place_here(net, places)
         self.stand_in, made = stand_ins(net, self, places)
         self.here = Here(self, self.stand_in, self.originals)
-        self.settings.copies = self.here.replica.part
+        self.settings.copies = self.here.copy_of
+        self.settings.changed = self.here.changed
         self.settings.here = lambda: (m for m in self.stand_in.modules() if not isinstance(m, RemotePart))
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ class Settings:
         self.number = 0
         """Of the present settings, for what is captured under them."""
         self.copies: Callable[[str], nn.Module | None] = lambda path: None
-        """The copy of a module here, by path, while it is what its owner has."""
+        """The copy of a module here, by path, while it is what its owner has, or a forward computes with it here."""
+        self.changed: Callable[[str, str], AbstractContextManager[nn.Module | None]] = lambda path, name: nullcontext()
+        """Around a change of an attribute: gives the copy that a forward computes with here, which is to change too."""
         self.here: Callable[[], Iterable[nn.Module]] = lambda: ()
         """The modules whose attributes are here."""
         self._ask, self._shape, self._moment, self._recoded = ask, shape, moment, recoded
@@ -150,7 +153,10 @@ class Settings:
         _check(f"{path}.{name}", worker, value)
         if isinstance(value, torch.Tensor):
             value = value.detach().clone()
-        self._ask(worker, "write", {(path, name): value}, True)
+        with self.changed(path, name) as copied:
+            self._ask(worker, "write", {(path, name): value}, True)
+            if copied is not None:
+                setattr(copied, name, value)
         self._read.clear()
         self._forget(where)
         if not plain(value) and not isinstance(value, torch.Tensor):
@@ -170,7 +176,10 @@ class Settings:
     def delete(self, where: Where) -> None:
         """See ``Attributes.delete``."""
         worker, path, name = where
-        self._ask(worker, "delete", path, name)
+        with self.changed(path, name) as copied:
+            self._ask(worker, "delete", path, name)
+            if copied is not None:
+                delattr(copied, name)
         self._read.clear()
         self._forget(where)
         delattr(self._shape.get_submodule(path), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class State:
         self.differences = Differences()
         self.runner: Eager | None = None
         self._again = False
+        self._turn = threading.RLock()
         self._hooks: list[Any] = []
         """Tables of hooks, for which there is no capture as long as they have entries."""
         self._before: list[Eager] = []
@@ -185,15 +187,16 @@ class State:
         return result
 
     def _general_paths(self, forward: Callable[[], Any]) -> Any:
-        """Run a forward in Python."""
-        if not self._attention:
-            return forward()
-        paths = FastPaths(self._attention)
-        try:
-            with paths.off():
+        """Run a forward in Python: those of several threads one after another."""
+        with self._turn:
+            if not self._attention:
                 return forward()
-        finally:
-            self.differences.fast_paths(paths.general, torch.is_grad_enabled())
+            paths = FastPaths(self._attention)
+            try:
+                with paths.off():
+                    return forward()
+            finally:
+                self.differences.fast_paths(paths.general, torch.is_grad_enabled())
 
     def skeleton(self) -> nn.Module:
         """The model without data as it was wrapped, under the present flags."""
