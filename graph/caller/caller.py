@@ -31,6 +31,7 @@ from ..work.production import Production
 from .control import Control
 from .exchange import Exchanges
 from .ledger import Ledger
+from .order import Order
 from .pipeline import Part, Pipeline
 from .plans import Ask, Plans
 from .stage import Cross, Forward, Plan, cross_apart
@@ -65,6 +66,7 @@ class Caller:
         self.ledger = Ledger(parameters)
         self.steps = 0
         self.machine = machine
+        self.order = Order()
         self._pipeline: Pipeline | None = None
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._lock = threading.RLock()
@@ -133,7 +135,7 @@ class Caller:
                 self._make_sure(part.plan, 1)
             zeroed = self.control.begin_backward(parts[0].plan, mode)
             self._pipeline = Pipeline(
-                self.ledger, self.station, self.machine, self.timeout, parts, mode, zeroed, interleaved, split
+                self.ledger, self.station, self.machine, self.order, self.timeout, parts, mode, zeroed, interleaved, split
             )
             try:
                 self._pipeline.run()
@@ -163,15 +165,17 @@ class Caller:
         first = dict(store)
         duties = iter(plan.flow.duties)
         production: Production | None = None
+        self.order.begin()
         try:
             for item in plan.schedule:
                 if isinstance(item, Segment):
                     env = {name: store[name] for name in item.inputs} if item.level else first
                     production = plan.flow.production(next(duties), run.mode, run.grad)
-                    if production is None:
-                        self.machine.run(item.instructions, env, lambda name, tensor: None)
-                    else:
-                        self.machine.run(item.instructions, env, production.made, production.around)
+                    with self.order.around(item):
+                        if production is None:
+                            self.machine.run(item.instructions, env, lambda name, tensor: None)
+                        else:
+                            self.machine.run(item.instructions, env, production.made, production.around)
                     store.update(env)
                     continue
                 tensors = [store[name] for name, _ in item.sends if name in store]

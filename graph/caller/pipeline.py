@@ -21,6 +21,7 @@ import torch
 from ...transport import RdmaError, TransferTimeout
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
+from ..guards.generators import torch_mark
 from ..plan.place import ACTIVATION
 from ..plan.program import Machine, fill
 from ..schedules.halves import hooks_made
@@ -29,6 +30,7 @@ from ..work.flow import Duty
 from ..work.run import Run
 from ..work.tasks import Agenda, Batch, Task
 from .ledger import Ledger
+from .order import Order
 from .stage import Plan
 
 
@@ -44,19 +46,24 @@ class Part(NamedTuple):
 class Chunk(Run):
     """The caller's segments of one micro-batch."""
 
-    def __init__(self, part: Part, header: Header, machine: Machine, station: Station, agenda: Agenda, batch: Batch) -> None:
+    def __init__(
+        self, part: Part, header: Header, machine: Machine, order: Order, station: Station, agenda: Agenda, batch: Batch
+    ) -> None:
         super().__init__(part.plan.flow, header, machine, agenda, batch)
         self.plan = part.plan
         self._tensors = dict(zip(part.plan.graph.inputs, part.tensors))
-        self._loss, self._station = part.loss, station
+        self._loss, self._station, self._order = part.loss, station, order
         self._root: torch.Tensor | None = None
         agenda.add(Task(self, self.flow.duties[0], False, self.commands))
 
     def forward(self, duty: Duty) -> dict[str, Any]:
-        env = super().forward(duty)
+        with self._order.around(duty.segment, self.micro.number):
+            env = super().forward(duty)
         if duty is self.flow.duties[-1]:
-            hooks = hooks_made()
+            hooks, mark = hooks_made(), torch_mark()
             self._root = self._loss(fill(self.flow.graph.output, env))
+            if torch_mark() != mark:
+                self._order.loss(self.micro.number)
             if hooks != hooks_made():
                 self._hooked.add(duty.at)
             self._add_backward(duty)
@@ -109,6 +116,7 @@ class Pipeline:
         ledger: Ledger,
         station: Station,
         machine: Machine,
+        order: Order,
         timeout: float,
         parts: Sequence[Part],
         mode: int,
@@ -117,7 +125,7 @@ class Pipeline:
         split: bool,
     ) -> None:
         self.parts, self.mode = parts, mode
-        self._ledger, self._station, self._machine, self._timeout = ledger, station, machine, timeout
+        self._ledger, self._station, self._machine, self._order, self._timeout = ledger, station, machine, order, timeout
         plan = parts[0].plan
         self._window = plan.levels
         self._everybody, self._sinks = set(plan.participants), plan.sinks
@@ -134,6 +142,7 @@ class Pipeline:
     def run(self) -> None:
         """All of it. Raises what a part or a loss raised, ``TransferTimeout``, ``PeerLost``."""
         ledger, station = self._ledger, self._station
+        self._order.begin()
         try:
             deadline = time.monotonic() + self._timeout
             while self._finished < len(self.parts):
@@ -175,7 +184,7 @@ class Pipeline:
             place = MicroBatch(index, len(self.parts), self._window, self._interleaved, self._split).pack()
             header = Header.activation(sequence, True, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
-                self.parts[index], header, self._machine, self._station, self._agenda, self._batch
+                self.parts[index], header, self._machine, self._order, self._station, self._agenda, self._batch
             )
             if index == 0 and self._zeroed:
                 chunk.clear = True

@@ -226,7 +226,7 @@ class _Analysis:
             )
             if kind == "module" and worker != self.caller and not all(isinstance(leaf, Ref) for leaf in stands):
                 self.compared.append((node, [name for name in names if name is not None]))
-        self.segment(worker, level).instructions.append(step)
+        self.segment(worker, level).take(step, len(self.where), node in self.capture.draws)
 
     def instruction(
         self, node: fx.Node, kind: str, target: Any, args: Any, kwargs: Any, names: Sequence[str | None]

@@ -69,6 +69,17 @@ class Segment:
     """Tensors that another segment uses."""
     backward: bool = False
     """Whether gradients come to it."""
+    first: int = 0
+    last: int = 0
+    """Where its operations stand in the forward."""
+    draws: bool = False
+    """Whether an operation of it was seen to draw random numbers."""
+
+    def take(self, step: Instruction, place: int, draws: bool) -> None:
+        """Its next operation."""
+        self.first, self.last = self.first if self.instructions else place, place
+        self.draws |= draws
+        self.instructions.append(step)
 
     def __str__(self) -> str:
         steps = ", ".join(dict.fromkeys(map(str, self.instructions))) or "(nothing)"

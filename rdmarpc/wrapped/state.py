@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..graph.caller.stage import Plan
 from ..graph.guards.fast_paths import FastPaths, cut_attention
@@ -82,6 +83,9 @@ class State:
         whole = self.session.places.whole
         self._cut = [module for name, module in self._top.named_modules() if name and not whole(name)]
         self._attention = cut_attention(self._top, whole)
+        self._dropouts = {
+            path: m for path, m in self._top.named_modules() if isinstance(m, _DropoutNd) and not isinstance(m, RemotePart)
+        }
 
     def _uncaptured(self, why: str) -> Uncaptured:
         return Uncaptured([f"{method}: {why}" for method in self._methods], NotSupported(why))
@@ -120,6 +124,7 @@ class State:
                 training,
                 self.session.settings.number,
                 tuple([module.training for module in self._cut]),
+                self._drawing(),
                 tuple([(t.dim(), t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
                 values.constants(leaves),
@@ -140,6 +145,16 @@ class State:
         if plan.graph.general:
             self.differences.fast_paths(plan.graph.general, grads)
         return plan
+
+    def _draws(self, path: str) -> bool:
+        late = self.session.caller.order.late
+        return not self._away(path) and any(name == path or name.startswith(f"{path}.") for name in late)
+
+    def _drawing(self) -> frozenset[str]:
+        """Modules here that draw random numbers, whatever a capture may see of it."""
+        late = self.session.caller.order.late
+        late.update(path for path, module in self._dropouts.items() if module.training and 0 < module.p < 1)
+        return frozenset(late)
 
     def only_here(self) -> str:
         """Why a forward that starts now runs in this process, if it does."""
@@ -231,6 +246,7 @@ class State:
                     last, _ = capture_by(self._methods, shape, shards[-1], join, whole, away=self._away)
                 found = replicate([found] * (count - 1) + [last], shape, specs, session.places.replicated)
             session.originals.check(list(found.constants.values()))
+            found.draws |= {node for node in found.graph.nodes if node.op == "call_module" and self._draws(str(node.target))}
             found.sites = name_inputs(found.sites, names)
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)

@@ -211,6 +211,66 @@ def probed() -> None:
         model.close()
 
 
+class Beginning(nn.Module):
+    """Draws at once, or from a time on that the program sets: around a part, and, ``branched``, in another order than that in
+    which its inputs are there."""
+
+    def __init__(self, kind: str, branched: bool) -> None:
+        super().__init__()
+        self.part, self.head, self.branched = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 4), branched
+        self.one, self.two = (nn.Dropout(0.0) if kind == "dropout" else Beginner() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.branched:
+            return self.head(self.one(self.part(x)) + self.two(x))
+        return self.head(self.two(self.part(self.one(x))))
+
+    def begin(self) -> None:
+        for module in (self.one, self.two):
+            if isinstance(module, Beginner):
+                module.on = True
+            else:
+                module.p = 0.4
+
+
+class Beginner(nn.Module):
+    on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x) if self.on else x
+
+
+def steps_of(network: Any, micro: int, numbers: range) -> list[torch.Tensor]:
+    """Losses, and where the generator stands."""
+    found = []
+    for number in numbers:
+        torch.manual_seed(number)
+        x = torch.randn(6, SIZE)
+        if micro == 1 or not hasattr(network, "forward_backward"):
+            losses = [network(piece.clone()).pow(2).mean() * (len(piece) / 6) for piece in x.chunk(micro)]
+            for loss in losses:
+                loss.backward()
+            found.append(torch.stack(losses).sum().detach())
+        else:
+            found.append(network.forward_backward(lambda out: out.pow(2).mean(), x, chunks=micro))
+        found.append(torch.get_rng_state())
+    return found
+
+
+def late() -> None:
+    """Modules here that begin to draw after the capture: in the order of one process, or refused once."""
+    for kind, branched, micro in itertools.product(("dropout", "flag"), (False, True), (1, 3)):
+        model, twin = both(lambda: Beginning(kind, branched), {"part": "worker1"})  # noqa: B023
+        for network in (model, twin):
+            steps_of(network, micro, range(2))
+            network.begin()
+        if kind == "flag" and (branched or micro > 1):
+            with pytest.raises(NotSupported, match="did not when the forward was captured"):
+                steps_of(model, micro, range(2, 3))
+        assert all(map(torch.equal, steps_of(model, micro, range(3, 6)), steps_of(twin, micro, range(3, 6))))
+        model.close()
+
+
 def losses() -> None:
     """A loss that draws between micro-batches that draw as well."""
     model, _ = both(lambda: Noisy(random.Random(1), ["dropout"]), {"parts.1": "worker1"})
@@ -226,6 +286,7 @@ def everything() -> None:
     elsewhere()
     switched()
     probed()
+    late()
     losses()
     draw = random.Random(5)
     trials = [list(KINDS[at : at + 2]) for at in range(0, len(KINDS), 2)] + [draw.choices(KINDS, k=3) for _ in range(2)]
