@@ -32,7 +32,14 @@ def plain(value: Any) -> bool:
     """Whether nobody can change it: a number, a text, a function, a class, or a tuple of such."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(plain, items_of(value))) and not getattr(value, "__dict__", None)
-    return isinstance(value, _PLAIN)
+    kind: Any = type(value)
+    return isinstance(value, _PLAIN) or _native_enum(kind)
+
+
+@functools.cache
+def _native_enum(kind: type) -> bool:
+    """Whether it is an enumeration of C++ (``torch.nn.attention.SDPBackend``)."""
+    return type(kind).__name__ == "pybind11_type" and hasattr(kind, "__members__")
 
 
 class Kept:

@@ -6,6 +6,7 @@ Each function gives what ``__reduce__`` gives (see ``pickle``), or ``NotImplemen
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,14 @@ def _check_bare(value: torch.Tensor) -> None:
         raise RuntimeError(
             "tensors with a tangent (torch.autograd.forward_ad) cannot travel: it would be lost; send unpack_dual(x).primal"
         )
+
+
+def other_name(kind: type) -> str:
+    """That of a class in its module, where it is another one than its own (``torch.nn.attention.SDPBackend``); else empty."""
+    names = vars(sys.modules.get(kind.__module__, object))
+    if "." in kind.__qualname__ or names.get(kind.__qualname__) is kind:
+        return ""
+    return next((name for name, value in tuple(names.items()) if value is kind), "")
 
 
 def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

@@ -89,6 +89,8 @@ class Message:
             return self._in_parts(value, reduced)
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
+        if isinstance(value, type):
+            return reducers.other_name(value) or NotImplemented
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:

@@ -27,6 +27,7 @@ from ..graph.edges.station import Leased
 from ..graph.trace.devices import CPU, find, named, tensors_of
 from ..graph.wire.layout import dense, strides
 from ..graph.work.host import Host
+from ..message.reducers import other_name
 from ..transport import NotSupported, RdmaError
 from . import compiled
 
@@ -90,6 +91,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.MethodType) and obj.__func__ is not getattr(type(obj.__self__), obj.__name__, None):
             return _bound, (obj.__func__, obj.__self__)  # of a function that is no attribute of the class
+        if isinstance(obj, type):
+            return other_name(obj) or NotImplemented
         if not isinstance(obj, nn.Module):
             return NotImplemented
         if id(obj) in self._others:

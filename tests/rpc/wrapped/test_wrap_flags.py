@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from called import identity
 from test_wrap import both, drive
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from twins import train_both
+
+import rdmarpc as rpc
 
 
 @contextlib.contextmanager
@@ -133,3 +137,43 @@ def scenario() -> None:
 @pytest.mark.timeout(300)
 def test_flags() -> None:
     drive(scenario, 2, timeout=250.0)
+
+
+class Choosing(nn.Module):
+    """Attention by the kernels that an attribute names: enumerations of C++, whose class has another name in its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.kernels, self.first = nn.Linear(8, 8), [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], SDPBackend.MATH
+
+    def forward(self, x):
+        one = self.line(x).view(1, 1, -1, 8)
+        with sdpa_kernel(self.kernels):
+            some = F.scaled_dot_product_attention(one, one, one)
+        with sdpa_kernel(self.first):
+            return (some + F.scaled_dot_product_attention(one, one, one)).view(-1, 8)
+
+
+def kernels_in_a_part() -> None:
+    for capture in ("fx", "eager", "here"):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(8, 8), Choosing(), nn.Linear(8, 2))
+        twin = copy.deepcopy(net)
+        model = rpc.wrap(net, {"1": "worker1"}, capture=capture)
+        assert model[1].first == SDPBackend.MATH and model[1].kernels == twin[1].kernels
+        for number in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            if number == 2:
+                model[1].first = twin[1].first = SDPBackend.FLASH_ATTENTION
+            losses = [network(x).square().mean() for network in (model, twin)]
+            for loss in losses:
+                loss.backward()
+            assert torch.equal(*(loss.detach() for loss in losses))
+        assert all(torch.equal(p.grad.clone(), q.grad) for p, q in zip(model.parameters(), twin.parameters()))
+        model.close()
+    assert rpc.rpc_sync("worker1", identity, (SDPBackend.MATH,)) == SDPBackend.MATH
+    assert rpc.rpc_sync("worker1", identity, (SDPBackend,)) is SDPBackend
+
+
+def test_parts_name_kernels_of_attention():
+    drive(kernels_in_a_part)
