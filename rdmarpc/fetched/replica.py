@@ -155,6 +155,7 @@ class Replica:
         self._before[""] = {path: (tensor, _mark(tensor)) for path, tensor in self.tensors.items()}
         self._members = {path: _members(module) for path, module in self.parts.items()}
         self._versions = {key: leaf._version for key, leaf in self._leaves.items()}
+        self._values = {key: leaf.detach().clone() for key, leaf in self._leaves.items()}
 
     def give_back(self) -> None:
         """Send what a forward has changed. ``NotSupported`` for what cannot travel."""
@@ -165,6 +166,9 @@ class Replica:
         for parameter in self._top.parameters():
             if isinstance(parameter, RemoteParameter) and self._leaves[id(parameter)]._version != self._versions[id(parameter)]:
                 raise parameter._refuse("the forward writes into it", "write into it between steps")
+        written = [p for p in self._top.parameters() if isinstance(p, RemoteParameter) and self._is_written(p)]
+        for parameter in written:
+            parameter.data.copy_(self._leaves[id(parameter)].detach())
         changed: list[tuple[str, str, Any]] = []
         seen: set[int] = set()
         for path, module in self.parts.items():
@@ -177,10 +181,15 @@ class Replica:
             if _moved(tensor, self._before[""][path][1]):
                 above, _, name = path.rpartition(".")
                 changed.append((above, name, tensor))
-        if changed:
+        if changed or written:
+            self._owners.values.flush()
             self._send(changed)
             self._epoch = self._owners.caller.control.epoch()
             self.remember()
+
+    def _is_written(self, parameter: RemoteParameter) -> bool:
+        """Whether the forward has written into its ``data``, of which autograd knows nothing."""
+        return not _same(self._leaves[id(parameter)].detach(), self._values[id(parameter)])
 
     def _is_common(self, path: str, name: str, value: Any) -> bool:
         """Whether that is the very value that modules here have, too."""

@@ -226,3 +226,25 @@ def threads_at_once() -> None:
 
 def test_forwards_of_several_threads_take_turns():
     drive(threads_at_once)
+
+
+class Following(nn.Module):
+    """A parameter that its forward writes into, as codebooks do that follow averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        y = self.line(x)
+        self.line.weight.data.lerp_(x.detach().T @ x.detach() / len(x), 0.1)
+        return y
+
+
+def written_data() -> None:
+    for capture in ("auto", "eager", "here"):
+        assert verdict(lambda: Net(Following()), train, capture) == "equal"
+
+
+def test_a_part_may_write_into_the_data_of_its_parameters():
+    drive(written_data)
