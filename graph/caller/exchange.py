@@ -77,7 +77,8 @@ class Exchanges:
             if stage.number not in run.stages_left or run.finished:
                 raise NotSupported(
                     "trying to go backward through the remote parts a second time: what they saved has been freed",
-                    hint="retain_graph does not reach other workers: add the losses up, or run the forward again",
+                    hint="retain_graph does not reach other workers: add the losses up, run the forward again, or wrap with "
+                    'capture="here"',
                 )
             try:
                 return self._back(run, stage, grads)
