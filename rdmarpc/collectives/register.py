@@ -1,50 +1,69 @@
-"""Tells torch of the backend ``rdmarpc``. Imports neither torch nor anything else before a group is made.
+"""Tells torch of the backend ``rdmarpc``, and its compiler to leave the backend's code alone. Imports neither torch nor
+anything else before a group is made.
 
-A program may import this package before torch: then torch is told as soon as its module of groups has been imported."""
+A program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
+compiler, which many programs never import.
+
+The groups of torch are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace their methods, and end with
+an internal error at the first attribute of a group. What it makes of a call to a group stays as it is: a graph, or a break
+between two.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ..ground.imports import AfterImport
 
 NAME = "rdmarpc"
-_GROUPS = "torch.distributed.distributed_c10d"
+_GROUPS, _RULES = "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules"
+_UNTRACED = ("rdmarpc.collectives", "rdmarpc.ranks", "rdmarpc.transport")
+_told: set[str] = set()
+
+
+def register() -> None:
+    """Once a process; a second time does nothing."""
+    _tell(_GROUPS, _add_backend)
+
+
+def _tell(name: str, tell: Callable[[ModuleType], None]) -> None:
+    """``tell`` a module of torch, now or at the end of its import; once."""
+    if name in _told:
+        return
+    _told.add(name)
+    if (module := sys.modules.get(name)) is not None:
+        tell(module)
+        return
+
+    def imported(module: ModuleType) -> None:
+        tell(module)
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    finder = AfterImport(name, imported)
+    sys.meta_path.insert(0, finder)
+
+
+def _add_backend(groups: ModuleType) -> None:
+    groups.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _leave_out(rules: ModuleType) -> None:
+    for package in _UNTRACED:
+        rules.add(package)
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     from ..options import RpcBackendOptions
-    from . import by_name, compiled
+    from . import by_name
     from .backend import ProcessGroup
 
     if backend_options is not None and not isinstance(backend_options, RpcBackendOptions):
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
     by_name.replace()
-    compiled.leave_out()
+    _tell(_RULES, _leave_out)
     ranks = options.global_ranks_in_group or range(options.group_size)  # torch names none for the group of all
     return ProcessGroup(options.store, options.group_rank, ranks, options.timeout, backend_options)
-
-
-def _tell(groups: ModuleType) -> None:
-    if NAME not in groups.Backend.backend_list:
-        groups.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _tell_and_end(groups: ModuleType) -> None:
-    _tell(groups)
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-
-
-_finder = AfterImport(_GROUPS, _tell_and_end)
-
-
-def register() -> None:
-    """Once a process; a second time does nothing. Later, if torch is not imported yet."""
-    groups = sys.modules.get(_GROUPS)
-    if groups is not None:
-        _tell(groups)
-    elif _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
