@@ -69,7 +69,7 @@ def alone(rank: int, job: dict[str, Any]) -> list[float]:
 def rdmarpc(rank: int, job: dict[str, Any]) -> list[float] | None:
     import rdmarpc as rpc
 
-    options = rpc.RpcBackendOptions(transport=job["device"], init_method=init_method(rank, job))
+    options = rpc.RpcBackendOptions(transport=job["device"], init_method=init_method(rank, job), rpc_timeout=job["timeout_s"])
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["stages"], rpc_backend_options=options)
     found = None
     if rank == 0:
@@ -119,7 +119,10 @@ def torch_rpc(rank: int, job: dict[str, Any]) -> list[float] | None:
     from torch.distributed.optim import DistributedOptimizer
 
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method(rank, job), num_worker_threads=16, **TENSORPIPE[job["device"]]
+        init_method=init_method(rank, job),
+        num_worker_threads=16,
+        rpc_timeout=job["timeout_s"],
+        **TENSORPIPE[job["device"]],
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["stages"], rpc_backend_options=options)
     found = None
