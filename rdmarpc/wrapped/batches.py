@@ -228,12 +228,17 @@ class _Split:
                         place.copy_(piece)  # perhaps onto itself: the version counts
 
     def return_gradients(self) -> None:
+        """All at once: inputs may come from one graph, whose backward runs once."""
+        found: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         for at, tensor in enumerate(self._tensors):
-            if tensor.requires_grad:
-                pieces = list({id(row[at]): row[at] for row in self.inputs}.values())
-                if any(piece.grad is not None for piece in pieces):
-                    grads = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
-                    tensor.backward(grads[0] if len(grads) == 1 else torch.cat(grads))
+            pieces = list({id(row[at]): row[at] for row in self.inputs}.values())
+            if tensor.requires_grad and any(piece.grad is not None for piece in pieces):
+                grads = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
+                found.append(tensor)
+                gradients.append(grads[0] if len(grads) == 1 else torch.cat(grads))
+        if found:
+            torch.autograd.backward(found, gradients)
 
 
 def _describe(value: Any) -> str:

@@ -114,6 +114,33 @@ def inputs_and_whole_tensors() -> None:
     model.close()
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return self.two(torch.tanh(self.one(x)) * y)
+
+
+def inputs_of_one_graph() -> None:
+    """Its backward runs once, with the gradients of both inputs."""
+    model, twin = both(Gated, {"one": "worker1", "two": "worker2"})
+    torch.manual_seed(0)
+    encoder = nn.Linear(4, 8)
+    other, data = copy.deepcopy(encoder), torch.randn(6, 4)
+    for chunks in (3, 1):
+        x, y = torch.tanh(encoder(data)).chunk(2, 1)
+        model.forward_backward(lambda output: output.pow(2).mean(), x, y, chunks=chunks)
+        inputs = torch.tanh(other(data)).chunk(2, 1)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        for pieces in zip(*(leaf.chunk(chunks) for leaf in leaves)):
+            (twin(*pieces).pow(2).mean() * (1 / chunks)).backward()
+        torch.autograd.backward(inputs, [leaf.grad for leaf in leaves])
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(encoder.parameters(), other.parameters()))
+    model.close()
+
+
 def over_tcp() -> None:
     model, twin = both(models.mlp, CHAIN)
     train(model, twin, batches(4, 10, 20), 4)
@@ -456,6 +483,7 @@ def prepared() -> None:
 BODIES = (
     same_bits,
     inputs_and_whole_tensors,
+    inputs_of_one_graph,
     overlap,
     speeds,
     interleaved,
