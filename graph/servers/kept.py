@@ -11,17 +11,17 @@ from torch import nn
 
 from ...transport import NotSupported, RdmaError
 from ..work.remote_update import (
-    PER_PARAMETER,
     build_optimizer,
     copy_state,
     counting_dtype,
+    leaves_gradients,
     load_saved,
     numbers_of,
     read_numbers,
 )
 from .bundle import PRESENT, Room, padded
 
-ASKED = frozenset(("fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
+ASKED = frozenset(("changed_gradients", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
 """The methods of ``Kept`` that workers may call."""
 
 
@@ -37,6 +37,9 @@ class Kept:
         self._members: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, bytes] = {}
         self._set: tuple[int, bytes] | None = None
+        self.changed: dict[int, tuple[bool, torch.Tensor] | None] = {}
+        """Of the last step: what it has left of the gradients that it has changed, by position. ``None``, or (whether it is
+        the same tensor still, its value)."""
 
     @property
     def empty(self) -> bool:
@@ -89,6 +92,10 @@ class Kept:
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
         load_saved(self._optimizers[number], self._parameters, state)
 
+    def changed_gradients(self) -> dict[int, tuple[bool, torch.Tensor] | None]:
+        """See ``changed``."""
+        return self.changed
+
     def load(self, values: dict[int, torch.Tensor]) -> None:
         """Replace values. Every worker loads the same ones, here and in its own memory, before it sends gradients again."""
         with torch.no_grad():
@@ -103,7 +110,8 @@ class Kept:
             raise RdmaError(f"a step of optimizer {number}, which is not known here")
         self._take_numbers(number, optimizer, gradients)
         rooms = [room for room, _ in gradients]
-        if type(optimizer) in PER_PARAMETER:
+        self.changed = {}
+        if leaves_gradients(type(optimizer), optimizer.param_groups):
             self._set_gradients(number, rooms)
             optimizer.step()
         else:
@@ -111,11 +119,16 @@ class Kept:
         return self._members[number]
 
     def _step_unknown(self, number: int, optimizer: torch.optim.Optimizer, rooms: list[Room]) -> None:
-        """A class that may drop gradients as it steps, or keep them: it gets copies, each time anew."""
+        """A class that may drop, change or keep gradients as it steps: it gets copies, each time anew."""
         self._set = None
         self._set_gradients(number, rooms, own=True)
         before = numbers_of(optimizer.param_groups)
+        given = {at: (grad, grad._version) for at in self._members[number] if (grad := self._parameters[at].grad) is not None}
         optimizer.step()
+        for at, (grad, version) in given.items():
+            now = self._parameters[at].grad
+            if now is not grad or grad._version != version:
+                self.changed[at] = None if now is None else (now is grad, now.detach())
         if numbers_of(optimizer.param_groups) != before:
             raise NotSupported(
                 f"a step of {type(optimizer).__name__} changes its groups, which its workers would not see",

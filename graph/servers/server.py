@@ -251,7 +251,7 @@ class Server(threading.Thread):
         with self.station.naming():
             client.outlet.finish(self.station.timeout)
             send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
-            send(Header.weights(self.steps), self._kept.store, present)
+            send(Header.weights(self.steps, bool(self._kept.changed)), self._kept.store, present)
 
     def _alarm(self) -> None:
         for client in self._clients.values():

@@ -11,7 +11,7 @@ import torch
 
 from ...transport import RdmaError, RemoteRegion, TransferTimeout
 from ..edges.station import Station
-from ..wire.header import Header
+from ..wire.header import CHANGED, Header
 from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room, note_bytes, note_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Half:
         self.wanted = 0
         """The step of the weights that are to land next, or have landed last."""
         self.alarmed = False
+        self.changed = False
+        """Whether the step of the weights that landed last has changed gradients."""
 
     @property
     def room(self) -> Room:
@@ -76,7 +78,7 @@ class Half:
     def _landed(self, header: Header) -> None:
         if header.sequence != self.steps + 1 or header.sequence != self.wanted:
             raise RdmaError(f"weights {header.sequence} came when {self.wanted} were due", peer=self.server)
-        self.steps = header.sequence
+        self.steps, self.changed = header.sequence, bool(header.flags & CHANGED)
 
     def _alarmed(self, count: int) -> None:
         self.alarmed = True

@@ -38,6 +38,8 @@ GIVEN = 8192
 """An activation: the very tensor that the part was given."""
 RECORDS = 4096
 """The forward runs in grad mode. Without ``GRAD`` no gradient comes back, but what parts keep of it has a graph."""
+CHANGED = 16384
+"""Weights: the step that made them has dropped, replaced or written into gradients."""
 
 
 class MicroBatch(NamedTuple):
@@ -123,9 +125,9 @@ class Header(NamedTuple):
         return cls(0, step, STAGED if staged else 0, note_bytes, argument=optimizer)
 
     @classmethod
-    def weights(cls, step: int) -> Header:
-        """A bundle of weights."""
-        return cls(0, step)
+    def weights(cls, step: int, changed: bool = False) -> Header:
+        """A bundle of weights. ``changed``: see ``CHANGED``."""
+        return cls(0, step, CHANGED if changed else 0)
 
     @property
     def place(self) -> int:

@@ -29,6 +29,12 @@ of such an optimizer at each owner does what one optimizer does. Of any other cl
 is known: no trial could show what its step does after a thousand others."""
 
 
+def leaves_gradients(kind: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether a step is known to leave gradients as they are. Torch's own with ``foreach=True`` may save memory there (SGD with
+    ``nesterov`` does)."""
+    return kind in PER_PARAMETER and not any(group.get("foreach") for group in groups)
+
+
 class Elsewhere(dict[str, Any]):
     """Stands in ``optimizer.state`` for that of a parameter which is at its owner. Where the program has dropped it, or put a
     dictionary into its place, the owner's half drops its state, or gets that one. Code that visits all entries finds none."""

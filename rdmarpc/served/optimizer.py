@@ -22,11 +22,13 @@ from ..graph.work.remote_update import (
     Elsewhere,
     counting_dtype,
     hyperparameters,
+    leaves_gradients,
     merged,
     numbers_of,
     refuse_scaling,
 )
 from ..transport import NotSupported
+from .left import Left
 
 
 class Served(Protocol):
@@ -41,8 +43,12 @@ class Served(Protocol):
     def ready(self) -> None:
         """Before the gradients of a step are sent."""
 
-    def sending(self) -> None:
-        """Gradients go out from here on, so weights are on their way, whatever becomes of this step."""
+    left: Left
+    """The gradients of the last step that may change them."""
+
+    def sending(self, leaves: bool) -> None:
+        """Gradients go out from here on, so weights are on their way, whatever becomes of this step. ``leaves``: it is known
+        to leave gradients as they are."""
 
     def seen(self) -> None:
         """The versions of parameters that were sent have changed: nobody has written there."""
@@ -159,7 +165,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         refuse_scaling(self)
         self._renew()
         served.ready()
-        staging, writes = served.staging, []
+        served.left.check(self._everything(), self._kind.__name__)
+        staging, writes, leaves = served.staging, [], leaves_gradients(self._kind, self.param_groups)
         for share in self._shares:
             numbers, rest = self._numbers(share)
             if self._told.get(share.half.server) != rest:
@@ -167,7 +174,9 @@ class ServedOptimizer(torch.optim.Optimizer):
             write = _gradients(share)
             if share.half.gradients is not None:
                 writes.append((share, *write, numbers))
-        served.sending()
+        for share, *_ in writes if not leaves else ():
+            served.left.send(share.half.server, share.at, share.parameters)
+        served.sending(leaves)
         try:
             for share, marks, present, grads, numbers in writes:
                 share.half.send(self._number, marks, present, grads, numbers, staging)
@@ -179,6 +188,10 @@ class ServedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._served is not None:
+            if not set_to_none:
+                self._served.pull()  # a step may leave None
+            self._served.left.zeroed(self._everything())
         with torch._C.DisableTorchFunctionSubclass():  # gradients are here, also while weights are on their way
             super().zero_grad(set_to_none)
 

@@ -23,6 +23,7 @@ from ..transport import NotSupported
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _users = torch._C._storage_Use_Count
 _data = torch._C.TensorBase.data
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
 
 
 class ServedParameter(nn.Parameter):
@@ -65,7 +66,7 @@ class ServedParameter(nn.Parameter):
 
 def _waiting(cls: Any, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
     """The ``__torch_function__`` of such a class while weights are on their way."""
-    if func in _HARMLESS:
+    if func in _HARMLESS and (cls._watch.leaves or func != _grad):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     cls._watch.pull()
@@ -91,6 +92,8 @@ class Watch:
         """By position: what a parameter was when somebody asked for its ``data``."""
         self._position = {id(parameter): at for at, parameter in enumerate(parameters)}
         self._away = False
+        self.leaves = True
+        """Whether the step that is under way is known to leave gradients as they are."""
         self._by = 0
         """The thread that made the last step."""
         self.left_behind = False
@@ -110,16 +113,16 @@ class Watch:
         """Whether other tensors share the memory of a parameter."""
         return list(map(_users, self._storages)) != self._alone
 
-    def away(self) -> None:
-        """A step is being sent: the weights are on their way."""
-        self._away, self._by = True, threading.get_ident()
+    def away(self, leaves: bool) -> None:
+        """A step is being sent: the weights are on their way, and what it makes of gradients, unless it ``leaves`` them."""
+        self._away, self.leaves, self._by = True, leaves, threading.get_ident()
         for kind in self._kinds.values():
             kind.__torch_function__ = classmethod(_waiting)  # type: ignore[attr-defined]
 
-    def here(self) -> None:
-        """They have landed."""
+    def here(self) -> bool:
+        """They have landed. Whether they were away."""
         if not self._away:
-            return
+            return False
         self._away = False
         for kind in self._kinds.values():
             del kind.__torch_function__  # type: ignore[attr-defined]
@@ -128,6 +131,7 @@ class Watch:
                 del self._lent[at]
             else:
                 kept.copy_(self._views[at])
+        return True
 
     def lend(self, parameter: nn.Parameter) -> None:
         if self._away:

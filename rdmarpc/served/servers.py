@@ -22,6 +22,7 @@ from ..graph.work.command import WorkerError
 from ..ground.dropped import Dropped
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
+from .left import Left
 from .parameter import Watch
 
 _LEAVE_TIMEOUT_S = 10.0
@@ -53,6 +54,7 @@ class Servers:
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizers = itertools.count(1)
         self.unused: deque[int] = deque()
+        self.left = Left(len(workers) == 1)
         self.closed = False
         self.steps = 0
         self._uncounted = 0
@@ -140,8 +142,9 @@ class Servers:
                 hint="call model.pull() in the thread that forks",
             )
         self.trainer.pull()
-        if self._watch is not None:
-            self._watch.here()
+        if self._watch is not None and self._watch.here():
+            changed = [half.server for half in self.trainer.halves.values() if half.changed]
+            self.left.landed(changed, lambda server: self.ask(server, "changed_gradients"))
 
     def ready(self) -> None:
         """Before a step: the weights and the servers are here, and these have what was written into parameters here."""
@@ -149,11 +152,12 @@ class Servers:
         self.check_written()
         self.trainer.ready()
 
-    def sending(self) -> None:
-        """A step sends its gradients. Whatever ends it meanwhile: the parameters are not to be read before ``pull``."""
+    def sending(self, leaves: bool) -> None:
+        """A step sends its gradients. Whatever ends it meanwhile: the parameters are not to be read before ``pull``.
+        ``leaves``: nor are their gradients, unless it is known to leave them as they are."""
         self.trainer.waiting = True
         assert self._watch is not None
-        self._watch.away()
+        self._watch.away(leaves)
 
     def seen(self) -> None:
         """The step has raised the versions of parameters."""

@@ -46,6 +46,15 @@ class Halving(torch.optim.SGD):
         super().step()
 
 
+class Decaying(torch.optim.SGD):
+    """It writes into gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(p.detach(), alpha=0.1)
+        super().step()
+
+
 class Keeping(torch.optim.Optimizer):
     """It keeps gradients, and no copies of them."""
 
@@ -140,6 +149,56 @@ def like_alone(rank: int) -> None:
             as_alone(torch.optim.SGD, change, servers, lr=0.1, momentum=0.9)
 
 
+def add_up(model: nn.Module, optimizer: Any, clear: Callable[[Any, int], None]) -> list[Any]:
+    """Steps whose gradients are added to what the step before has left."""
+    found: list[Any] = []
+    for number in range(6):
+        clear(optimizer, number)
+        loss_of(model, number).backward()
+        optimizer.step()
+        if number % 2:
+            found += [None if p.grad is None else p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+    return found
+
+
+def leaves_of_gradients(rank: int) -> None:
+    """What a step drops, replaces or writes into is so here, too, when somebody looks at it or adds to it."""
+    nesterov = {"momentum": 0.9, "nesterov": True, "foreach": True}
+    kinds: list[tuple[Any, list[str], Any]] = [(kind, SERVERS[:1], {}) for kind in (Clearing, Halving, Decaying)]
+    for kind, servers, given in [*kinds, (torch.optim.SGD, SERVERS, nesterov)]:
+        for clear in (lambda o, n: None, lambda o, n: o.zero_grad(n < 3) if n % 3 == 0 else None):
+            twin = net()
+            model = rpc.serve(net(), servers, kind, lr=0.1, **given)
+            ours = add_up(model, model.optimizer, clear)
+            theirs = add_up(twin, kind(twin.parameters(), lr=0.1, **given), clear)
+            for mine, other in zip(ours, theirs, strict=True):
+                assert (mine is None and other is None) or torch.equal(mine, other), kind.__name__
+            assert_same(model.state_dict(), twin.state_dict())
+            model.close()
+
+
+def leaves_of_sums(rank: int) -> None:
+    """Of several workers' gradients there is one at the server, of which no worker's is a part."""
+
+    def model_of(kind: Any) -> Any:
+        return rpc.serve(net(), ["worker2"], kind, lr=0.1, workers=["worker0", "worker1"], timeout=20, name=kind.__name__)
+
+    model, twin = model_of(Clearing), net()
+    add_up(model, model.optimizer, lambda o, n: None)
+    alone = Clearing(twin.parameters(), lr=0.1)
+    for number in range(6):
+        for _ in range(2):
+            loss_of(twin, number).backward()
+        alone.step()
+    assert_same(model.state_dict(), twin.state_dict())
+    model.close()
+    model = model_of(Decaying)
+    add_up(model, model.optimizer, lambda o, n: o.zero_grad(n % 2 == 0))
+    with pytest.raises(rpc.NotSupported, match="Decaying has changed gradients, which are sums"):
+        add_up(model, model.optimizer, lambda o, n: None)
+    model.close()
+
+
 def refused(rank: int) -> None:
 
     with pytest.raises(rpc.NotSupported, match="'most' of a served Clipping was set after it was made"):
@@ -186,6 +245,9 @@ def differently(rank: int) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("scenario, workers", [(like_alone, 1), (refused, 1), (other_default, 1), (differently, 2)])
+SCENARIOS = [(like_alone, 1), (leaves_of_gradients, 1), (leaves_of_sums, 2), (refused, 1), (other_default, 1), (differently, 2)]
+
+
+@pytest.mark.parametrize("scenario, workers", SCENARIOS)
 def test_an_optimizer_steps_as_in_one_process_or_is_refused(scenario: Any, workers: int) -> None:
     results(run_group(partial(on_workers, scenario, workers), 3, transport="shm"))
