@@ -23,7 +23,7 @@ from ..transport import NotSupported
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _users = torch._C._storage_Use_Count
 _data = torch._C.TensorBase.data
-_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 
 
 class ServedParameter(nn.Parameter):
