@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,9 @@ from torch import nn
 
 from ..transport import NotSupported
 from .parameter import Owners
+
+EXTRA = "_extra_state"
+"""The name of ``get_extra_state`` in a state."""
 
 
 def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -73,7 +76,7 @@ class Home(Protocol):
 
 def load_entries(
     home: Home,
-    others: Iterable[str],
+    others: Collection[str],
     state_dict: Mapping[str, Any],
     prefix: str,
     metadata: Mapping[str, Any],
@@ -89,20 +92,37 @@ def load_entries(
         raise home.refusal("load_state_dict(..., assign=True) cannot put other tensors there")
     entries = {}
     for name, shape in home.entries.items():
-        value = state_dict.get(prefix + name)
-        if value is None:
-            if strict:
-                missing_keys.append(prefix + name)
-        elif tuple(value.shape) != shape:
-            given = f"{tuple(value.shape)} given, {shape} on worker {home.worker!r}"
-            error_msgs.append(f"size mismatch for {prefix + name}: {given}")
-        else:
-            entries[name] = value.detach().cpu()
-    if strict:
-        known = {*home.entries, *others}
-        for key in state_dict:
-            if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
+        key = prefix + name
+        if key in state_dict:
+            value, wrong = _fitting(key, state_dict[key], shape)
+            if wrong:
+                error_msgs.append(wrong)
+            else:
+                entries[name] = value
+        elif strict:
+            missing_keys.append(key)
+    for key in state_dict if strict else ():
+        if key.startswith(prefix):
+            name, below, _ = key[len(prefix) :].partition(".")
+            if not (name in others if below else name in home.entries or (name == EXTRA and name in others)):
                 unexpected_keys.append(key)
-    if entries and not error_msgs:
+    if entries:
         home.owners.state_copies.settle({prefix + name for name in entries})
         home.owners.ask_owner(home.worker, "load", home.path, entries)
+
+
+def _fitting(key: str, value: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, str]:
+    """A value for an entry of this shape, and why it is none, in the words of ``nn.Module``."""
+    if not isinstance(value, torch.Tensor):
+        return torch.empty(0), (
+            f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object from checkpoint but '
+            f"received {type(value)}"
+        )
+    if not shape and value.shape == (1,):  # of states from before torch 0.4
+        value = value[0]
+    if value.shape != shape:
+        return value, (
+            f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+            f"the shape in current model is {torch.Size(shape)}."
+        )
+    return value.detach().cpu(), ""

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..transport import NotSupported
 from .buffer import RemoteBuffer, changed
 from .compiled import is_compiled, unwrapped
-from .entries import entries_of, load_entries, loads_by_method, loads_itself
+from .entries import EXTRA, entries_of, load_entries, loads_by_method, loads_itself
 from .parameter import Owners, RemoteParameter
 from .placing import Places, join, own_tensors
 from .remote_part import RemotePart, check_kept, given, new_part
@@ -54,7 +54,6 @@ def _mirrored(child: nn.Module, owners: Owners, worker: str, path: str, made: di
     return part
 
 
-_EXTRA = "_extra_state"
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called: what uses them looks inside."""
 
@@ -270,7 +269,7 @@ class Shell(nn.Module):
             destination.update(entries)
             away.owners.state_copies.add(away.worker, entries)
         if away.kind.get_extra_state is not nn.Module.get_extra_state:
-            destination[f"{prefix}{_EXTRA}"] = self.get_extra_state()
+            destination[f"{prefix}{EXTRA}"] = self.get_extra_state()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any) -> None:
         if loads_by_method(self._away.kind):
@@ -278,11 +277,11 @@ class Shell(nn.Module):
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, *lists)
         extra = self._away.kind.set_extra_state is not nn.Module.set_extra_state
-        if extra and prefix + _EXTRA in state_dict:
-            self.set_extra_state(state_dict[prefix + _EXTRA])
+        if extra and prefix + EXTRA in state_dict:
+            self.set_extra_state(state_dict[prefix + EXTRA])
         elif extra and strict:
-            lists[0].append(prefix + _EXTRA)
-        others = [*self._modules, _EXTRA] if extra else self._modules
+            lists[0].append(prefix + EXTRA)
+        others = [*self._modules, EXTRA] if extra else self._modules
         load_entries(self._away, others, state_dict, prefix, local_metadata, strict, *lists)
 
 

@@ -353,3 +353,39 @@ def renamed_state() -> None:
 
 def test_keep_vars_of_a_part_that_renames_its_state():
     drive(renamed_state, 2)
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+BADLY: dict[str, dict[str, Any]] = {
+    "shapes": {"0.weight": torch.zeros(3, 3), "1.running_mean": torch.zeros(2), "2.bias": torch.zeros(1)},
+    "no tensors": {"0.bias": 3, "2.weight": None},
+    "a number with a dimension": {"1.num_batches_tracked": torch.tensor([5])},
+    "keys below a tensor": {"0.weight.more": torch.zeros(1), "1": torch.zeros(1), "1.other.weight": torch.zeros(1)},
+}
+
+
+def loads(model: nn.Module, state: dict[str, Any], strict: bool) -> str:
+    try:
+        return str(model.load_state_dict(state, strict=strict))
+    except RuntimeError as error:
+        return str(error)
+
+
+def badly() -> None:
+    """What does not fit has torch's words, and what fits is loaded."""
+    for placement in ({"0": "worker1", "2": "worker2"}, {"1": "worker1"}, {"0-2": "worker1"}):
+        model, twin = both(norms, placement)
+        for wrong in BADLY.values():
+            for strict in (True, False):
+                state = {name: value + 1 for name, value in twin.state_dict().items()}
+                state = {**state, **wrong}
+                assert loads(model, state, strict) == loads(twin, state, strict)
+                assert_same_state(model, twin)
+        model.close()
+
+
+def test_states_that_do_not_fit():
+    drive(badly, 3)
