@@ -19,7 +19,7 @@ from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.plan.replicas import replicate, shards_of
 from ..graph.show.differences import Differences
 from ..graph.trace import values
-from ..graph.trace.capture import Capture, TensorSpec
+from ..graph.trace.capture import Capture, Join, TensorSpec
 from ..graph.trace.methods import Uncaptured, capture_by, methods_of, symbolic
 from ..graph.trace.sites import input_names, name_inputs
 from ..graph.trace.sizes import Sizes
@@ -243,7 +243,7 @@ class State:
             if count > 1:
                 last = found
                 if shards[-1] != shards[0]:
-                    last, _ = capture_by(self._methods, shape, shards[-1], join, whole, away=self._away)
+                    last = self._last_shard(shape, shards[-1], join, whole)
                 found = replicate([found] * (count - 1) + [last], shape, specs, session.places.replicated)
             session.originals.check(list(found.constants.values()))
             found.draws |= {node for node in found.graph.nodes if node.op == "call_module" and self._draws(str(node.target))}
@@ -272,6 +272,14 @@ class State:
         self.differences.of(graph)
         graph.constants = {}  # they stay here
         return graph
+
+    def _last_shard(self, shape: nn.Module, specs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+        """The forward of a smaller one than the others."""
+        try:
+            return capture_by(self._methods, shape, specs, join, whole, away=self._away)[0]
+        except Uncaptured as error:
+            said = "; ".join(error.refused)
+            raise NotSupported(f"the last shard, of {specs[0].shape[0]} samples: {said}", hint=error.hint) from error
 
     def parameter_bytes(self) -> dict[str, int]:
         """By worker."""

@@ -311,6 +311,9 @@ def refused() -> None:
         with pytest.raises(NotSupported, match=text):
             model(x)
         model.close()
+    model = wrap(Net(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)), PLACED)
+    with pytest.raises(NotSupported, match="the last shard, of 1 samples: fx: Expected more than 1 value per channel"):
+        model(torch.randn(3, 4))
     model = wrap(Loss(nn.Linear(4, 4)), PLACED)
     with pytest.raises(NotSupported, match="outside of the model"):
         model(torch.randn(4, 4))
