@@ -85,6 +85,12 @@ def optimizer_target(metadata: Metadata, name: str, parameters: Sequence[str]) -
     return found
 
 
+def groups(metadata: Metadata, name: str) -> int:
+    """How many groups an optimizer has in the checkpoint."""
+    paths = (metadata.planner_data or {}).values()
+    return 1 + max((path[2] for path in paths if path[:2] == (name, "param_groups") and len(path) > 2), default=-1)
+
+
 def generators(gpu: torch.device | None = None) -> dict[str, Any]:
     """The states of the random number generators of this process."""
     found = {

@@ -45,14 +45,16 @@ def auto_placement(
     parameters stay together, where the first of them is.
 
     The runs are found by dynamic programming over the linear partition problem. Raises ``ValueError`` for no workers, another
-    ``by``, or ``by="time"`` without inputs.
+    ``by``, ``by="time"`` without inputs, or a tensor for ``inputs``.
     """
-    if not workers:
-        raise ValueError("auto_placement needs at least one worker")
+    if not workers or isinstance(workers, str):
+        raise ValueError(f"auto_placement needs a list of at least one worker, got {workers!r}")
     if by not in ("bytes", "time"):
         raise ValueError(f"by={by!r} is not known; use 'bytes' or 'time'")
     if by == "time" and inputs is None:
         raise ValueError("by='time' measures the modules on inputs: give inputs=")
+    if isinstance(inputs, torch.Tensor):
+        raise ValueError("inputs= are all arguments of the forward, in a tuple: (x,), not x")
     weigh: Weigh = _Bytes(net) if by == "bytes" else _Seconds(net, inputs or (), kwargs or {})
     shape = skeleton(net)
     opened: set[str] = set()

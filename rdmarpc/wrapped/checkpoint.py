@@ -72,12 +72,15 @@ def load_checkpoint(
     in ``state``. The placement may be another one than that of the checkpoint. ``successors``: worker -> the worker whose
     generators it takes over; a worker that the checkpoint has no generators for keeps its own, which is logged.
 
-    Raises what ``torch.distributed.checkpoint.load`` raises for a folder without a checkpoint, and for missing keys."""
+    Raises what ``torch.distributed.checkpoint.load`` raises for a folder without a checkpoint, and for missing keys;
+    ``ValueError`` for an optimizer with other groups than in the checkpoint."""
     place = str(Path(folder).absolute())
     names, here, there = _divide(state)
     metadata = stored.metadata_of(place)
     optimizers = _optimizers(state)
     for name, optimizer in optimizers.items():
+        if stored.groups(metadata, name) > len(optimizer.param_groups):
+            raise ValueError(f"optimizer {name!r} has fewer groups than in the checkpoint")
         local = [names[id(p)] for p in _here(optimizer)]
         found = stored.optimizer_target(metadata, name, local)
         here[name] = {"state": found, "param_groups": _groups(optimizer, names)}

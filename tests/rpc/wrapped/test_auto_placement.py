@@ -125,3 +125,7 @@ def test_what_cannot_be_asked():
         auto_placement(Backwards(), ["w0"], by="mood")
     with pytest.raises(ValueError, match="inputs="):
         auto_placement(Backwards(), ["w0"], by="time")
+    with pytest.raises(ValueError, match="a list of at least one worker, got 'w0'"):
+        auto_placement(Backwards(), "w0")
+    with pytest.raises(ValueError, match=r"in a tuple: \(x,\), not x"):
+        auto_placement(Backwards(), ["w0"], inputs=torch.zeros(2, 8))

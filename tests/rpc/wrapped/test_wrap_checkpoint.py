@@ -101,6 +101,12 @@ def training(folder: str) -> None:
     plainly(place, saved)
 
     again = made()
+    grouped = [{"params": [*again["model"].parameters()][:2]}, {"params": [*again["model"].parameters()][2:]}]
+    grown = {**again, "optimizer": torch.optim.Adam(grouped, 0.01)}
+    rpc.save_checkpoint(grown, str(Path(folder) / "groups"))
+    shrunk = {"model": again["model"], "optimizer": torch.optim.Adam(grouped[:1], 0.01)}
+    with pytest.raises(ValueError, match="fewer groups than in the checkpoint"):
+        rpc.load_checkpoint(shrunk, str(Path(folder) / "groups"))
     rpc.load_checkpoint(again, place)
     assert again["step"] == 3
     assert [step(again) for _ in range(2)] == losses[:2]
