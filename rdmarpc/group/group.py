@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 from urllib.parse import urlparse
+
+import torch.distributed as dist
 
 from ..ground import device_maps, forked
 from ..ground.worker_info import WorkerInfo
@@ -14,7 +18,7 @@ from ..options import RpcBackendOptions
 from ..transport import PeerLost, host_id
 from .members import Members, Record
 from .registry import Registry
-from .rendezvous import Rendezvous, open_store
+from .rendezvous import FOR_EVER_S, Rendezvous, open_store
 
 _LEAVE_TIMEOUT_S = 5.0
 _IN_A_FILE = (
@@ -23,16 +27,28 @@ _IN_A_FILE = (
 )
 
 
+def _open(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, Rendezvous | None]:
+    """See ``open_store``; and the meeting there, of a static group. A store that ends as we come is that of the life before,
+    which rank 0 ends last: then the next one is waited for."""
+    deadline = time.monotonic() + (options.rpc_timeout or FOR_EVER_S)
+    while True:
+        try:
+            store, found, size = open_store(options, rank, world_size)
+            forked.share(store)
+            return store, found, Rendezvous(store, found, size, options.rpc_timeout) if size else None
+        except PeerLost:
+            if time.monotonic() > deadline:
+                raise
+
+
 class Group:
     """A static group, complete before the first call, or (no ``world_size``) a dynamic one. Thread-safe after ``join``."""
 
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-        store, rank, world_size = open_store(options, rank, world_size)
-        self._store = store
-        forked.share(store)
+        self._open = partial(_open, options, rank, world_size)
+        self._store, rank, self._meeting = self._open()
         self.me = WorkerInfo(name, rank)
-        self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
-        self._registry = None if world_size else Registry(store, options.rpc_timeout)
+        self._registry = None if self._meeting else Registry(self._store, options.rpc_timeout)
         self.dynamic = self._registry is not None
         self._refresh_lock = threading.Lock()
         self.missed: Callable[[int], None] = lambda number: None
@@ -46,11 +62,23 @@ class Group:
         if self._meeting is None:
             assert self._registry is not None
             return self._registry.begin(options), options.transport
-        secret, hosts = self._meeting.begin(self.me.name, options)
+        secret, hosts = self._begin_static(self._meeting, options)
         if len(hosts) > 1 and self.me.id == 0 and urlparse(options.init_method).scheme == "file":
             logging.getLogger("rdmarpc").warning(_IN_A_FILE, len(hosts), options.init_method)
         alone = options.transport == "auto" and len(hosts) == 1
         return secret, "shm" if alone else options.transport
+
+    def _begin_static(self, meeting: Rendezvous, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
+        """A worker that begins again at once may find the store of the life before, which rank 0 ends only then."""
+        while True:
+            try:
+                return meeting.begin(self.me.name, options)
+            except PeerLost:
+                if not meeting.too_early:
+                    raise
+            self._store, _, found = self._open()
+            assert found is not None
+            self._meeting = meeting = found
 
     def join(self, address: str, key: str, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
         """Enter as a worker that is reached at ``address`` and holds ``key``; sets ``workers`` and ``number``.

@@ -2,14 +2,13 @@
 
 Each worker publishes its name and rank, where it listens, which key it holds, and a proof (HMAC over the record) that it knows
 the job secret. The first to publish for a rank has the rank. Keys of the store carry a prefix for each ``init_rpc`` of the
-process, so that a store can be used again, also beside a process group.
+process over that store, so that a store can be used again, also beside a process group.
 
 A static group (``Rendezvous``) is complete from the start; a dynamic one is in ``registry``. A store serves one kind.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import socket
@@ -30,19 +29,21 @@ from .members import Record, record_key, refuse_twins
 if TYPE_CHECKING:
     from ..options import RpcBackendOptions
 
-_generation = itertools.count()
+_met: dict[bytes, int] = {}
+"""How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
+that was in a group elsewhere before meets those that were not."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.005
 _FIRST_LOOK_S = 0.5
 """Seconds after which the missing workers are noted for the first time; then again after twice that time, and so on."""
 _DIAL_S = 0.05
-_KIND = "rdmarpc/kind"
+_KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
 FOR_EVER_S = 24 * 3600.0
 
 
 def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
     """The store behind ``init_method``, our rank, and how many workers there will be: 0 in a dynamic group. Raises what torch's
-    rendezvous raises, ``TransferTimeout`` if nobody hosts the store, and ``RuntimeError`` if it belongs to a group of the other
-    kind."""
+    rendezvous raises, ``TransferTimeout`` if nobody hosts the store, ``PeerLost`` if it ends meanwhile, and ``RuntimeError`` if
+    it belongs to a group of the other kind."""
     method, scheme = options.init_method, urlparse(options.init_method).scheme
     if scheme == "slurm":
         task = slurm.this_task(method)
@@ -60,7 +61,11 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
             rank = int(os.environ.get("RANK", rank))
     store.set_timeout(limit)
     kind = b"static" if size else b"dynamic"
-    if store.compare_set(_KIND, "", kind.decode()) != kind:
+    try:
+        found = store.compare_set(_KIND, "", kind.decode())
+    except dist.DistError:
+        raise _store_ended() from None
+    if found != kind:
         raise RuntimeError("RPC group mixes statically and dynamically initialized members which is not supported.")
     return store, rank, size
 
@@ -118,14 +123,33 @@ def wrong_secret(record: Record, name: str, rank: int) -> AuthenticationError:
     )
 
 
+def _times_met(store: dist.Store) -> int:
+    """How often this process has met in a store before, and counts once more."""
+    try:
+        which = bytes(store.compare_set(_STORE, "", secrets.token_hex(8)))
+    except dist.DistError:
+        raise _store_ended() from None
+    met = _met.get(which, 0)
+    _met[which] = met + 1
+    return met
+
+
 class Rendezvous:
     """One static group's meeting point. Used by one thread, at start and at the end."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._prefix = f"rdmarpc/{next(_generation)}"
+        self._used = _times_met(store)
+        self._prefix = f"rdmarpc/{self._used}"
         self._store = dist.PrefixStore(self._prefix, store)
+        self._absent: list[str] = []
         self._key = b""
+
+    @property
+    def too_early(self) -> bool:
+        """Whether a store that has ended may be that of the meeting before this one: this process was in it, and rank 0, which
+        hosts it, had not come to this one."""
+        return self._used > 0 and (not self._absent or "rank 0" in self._absent)
 
     def begin(self, name: str, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
         """The secret to open a device with (empty: that of this user on this host), and the host ids of all workers.
@@ -225,7 +249,8 @@ class Rendezvous:
                 waited = time.monotonic() - start
                 late = waited > (self.timeout or FOR_EVER_S)
                 if late or waited > look:
-                    missing, look = absent(), 2 * look
+                    self._absent = missing = absent()
+                    look *= 2
                 if late:
                     raise TransferTimeout(
                         f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from test_secrets import calls
 from timing import eventually
 
 import rdmarpc as rpc
+from rdmarpc.calls import agent
 from rdmarpc.group import rendezvous
 from rdmarpc.group.rendezvous import Rendezvous
 
@@ -119,7 +119,7 @@ def test_the_store_ends_before_all_are_there():
 
 def test_who_waits_to_leave_writes_nothing(tmp_path, monkeypatch):
     """Hosts whose file locks do not hold between them would overwrite what each of them writes at every look."""
-    monkeypatch.setattr(rendezvous, "_generation", itertools.repeat(0))  # both in one process
+    monkeypatch.setattr(rendezvous, "_times_met", lambda store: 0)  # both in one process
     file = tmp_path / "store"
     meetings = [Rendezvous(dist.FileStore(str(file), 2), rank, 2, 10.0) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -131,3 +131,45 @@ def test_who_waits_to_leave_writes_nothing(tmp_path, monkeypatch):
         meetings[1].leave(10.0)
         first.result(10)
     assert [file.read_bytes().count(word) for word in (b"left/0", b"left/1", b"gone/1")] == [1, 1, 1]
+
+
+def begins_again_before_the_store_ends(meeting):
+    meeting.join(world_size=2)
+    store = agent.current().group._store
+    rpc.shutdown()
+    if meeting.rank == 0:
+        key = ["rdmarpc/1/host/1"]
+        eventually(partial(store.check, key))
+    del store  # with the last reference at rank 0 it ends
+    meeting.join(world_size=2)
+    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (5,)) == 5
+    rpc.shutdown()
+
+
+def test_a_worker_begins_again_before_the_store_of_the_life_before_has_ended():
+    results(run_group(begins_again_before_the_store_ends, 2, dynamic=True, **place("tcp")))
+
+
+def many_lives(meeting):
+    for life in range(8):
+        meeting.join(world_size=3)
+        assert rpc.rpc_sync((meeting.rank + 1) % 3, identity, (life,)) == life
+        rpc.shutdown()
+
+
+def test_one_address_for_one_group_after_the_other():
+    results(run_group(many_lives, 3, dynamic=True, **place("tcp")))
+
+
+def meets_after_being_alone(meeting):
+    for life in range(meeting.rank):
+        meeting.join(rank=0, world_size=1, init_method=f"file://{meeting._place}-{meeting.rank}-{life}")
+        rpc.shutdown()
+    meeting.join(world_size=3)
+    assert rpc.rpc_sync((meeting.rank + 1) % 3, identity, (5,)) == 5
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_workers_meet_that_were_in_other_groups_before(store):
+    results(run_group(meets_after_being_alone, 3, dynamic=True, **place(store)))

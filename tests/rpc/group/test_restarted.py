@@ -75,7 +75,6 @@ def test_missing_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     for rank in (0, 1):
         Lives(dist.PrefixStore("rdmarpc/0", store), 2, someone(rank)).agreed()
-    monkeypatch.setattr(rendezvous, "_generation", itertools.count())
     meeting = rendezvous.Rendezvous(store, 0, 2, 0.2)
     with pytest.raises(TransferTimeout, match="no sign of rank 1"):
         meeting.begin("worker0", RpcBackendOptions())
