@@ -39,15 +39,19 @@ _WAITING = ("wait", "wait_for", "join")
 """Functions of ``threading``."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-_waits: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
+Local = dict[str, Any]
+Around = Callable[[Local], contextlib.AbstractContextManager[None]]
+_waits: dict[CodeType, tuple[Callable[[Local], bool], Around]] = {}
 
 
-def interruptible(unless: Callable[[dict[str, Any]], bool] = lambda local: False) -> Callable[[F], F]:
+def interruptible(
+    unless: Callable[[Local], bool] = lambda local: False, around: Around = lambda local: contextlib.nullcontext()
+) -> Callable[[F], F]:
     """Decorates a function that waits: handlers may run, and raise, between any two of its own instructions, ``unless`` that is
-    true of its local variables."""
+    true of its local variables. ``around`` is entered meanwhile: a handler may take long, and wait for other threads."""
 
     def enter(function: F) -> F:
-        _waits[function.__code__] = unless
+        _waits[function.__code__] = unless, around
         return function
 
     return enter
@@ -69,7 +73,8 @@ class Kept:
         if not _at_work(frame) or (self._waiting and self._since < now - LIMIT_S):
             if self._waiting:
                 self._settle()
-            return self.handler(number, frame)
+            with _around(frame):
+                return self.handler(number, frame)
         if not self._waiting:
             self._since = now
             self._waiting.append(number)
@@ -104,8 +109,8 @@ def _at_work(frame: FrameType | None) -> bool:
     waits = False
     while frame is not None:
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-        if (unless := _waits.get(code)) is not None:
-            return unless(frame.f_locals)
+        if (found := _waits.get(code)) is not None:
+            return found[0](frame.f_locals)
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             return not waits and not module.startswith(_PROGRAMS)
         if module == "__main__" or not _of_library(code.co_filename):
@@ -113,6 +118,13 @@ def _at_work(frame: FrameType | None) -> bool:
         waits = module == "threading" and code.co_name in _WAITING
         frame = frame.f_back
     return False
+
+
+def _around(frame: FrameType | None) -> contextlib.AbstractContextManager[None]:
+    """What the wait of this package that a signal has come in wants around the handler."""
+    if frame is None or (found := _waits.get(frame.f_code)) is None:
+        return contextlib.nullcontext()
+    return found[1](frame.f_locals)
 
 
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")

@@ -9,11 +9,12 @@ thread waits, a thread of the pool has the role.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..ground.here import Awaited
@@ -118,11 +119,12 @@ class Role:
         return True
 
     def _drive_inside(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
-        """Read on behalf of a signal handler that has interrupted this thread's own ``_drive``, which goes on afterwards."""
+        """Read on behalf of a finalizer that has interrupted this thread's own ``_drive``, which goes on afterwards."""
+        held = mine
         try:
-            self._drive(awaited, mine, deadline)
+            held = self._drive(awaited, mine, deadline)
         finally:
-            kernels.store(self._token, mine)
+            kernels.swap_if(self._token, held, mine)
             self.poller.kick()  # what the interrupted wait is for may have come
 
     def pause(self, seconds: float) -> None:
@@ -154,7 +156,16 @@ class Role:
         if words.linger(self._token, mine - 2, self._bell, self._runs, self._asleep):
             self._lingers_until = now + _LINGER_S
 
-    @interruptible(unless=lambda local: local["self"].reading)
+    @contextlib.contextmanager
+    def _aside(self, mine: int) -> Iterator[None]:
+        """This thread polls, and runs a signal handler: others may take the role meanwhile, as from a function that runs."""
+        words.start_run(self._token, mine, mine - 2, self._runs, self._asleep)
+        try:
+            yield
+        finally:
+            kernels.swap_if(self._token, mine - 2, mine)
+
+    @interruptible(unless=lambda local: local["self"].reading, around=lambda local: local["self"]._aside(local["mine"]))
     def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> int:
         """Read until ``awaited`` is done or the deadline has passed. Returns the token as it is left."""
         token, table, bell, poller, jobs = self._token, self._table, self._bell, self.poller, self.jobs
@@ -176,6 +187,8 @@ class Role:
                 if deadline is not None and time.monotonic() >= deadline:  # messages of others may never end
                     return mine
                 continue
+            if found == kernels.CHANGED:  # a signal handler took long, and others have the role
+                return mine
             if self.want_finish():
                 self.offer()
             if deadline is not None:

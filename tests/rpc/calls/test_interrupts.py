@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -109,3 +110,44 @@ def handled(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_a_signal_handler_makes_calls(device):
     results(run_group(handled, 3, transport=device))
+
+
+def let_go_and_told(gate):
+    """Lets the caller's call end, and shows that the caller answers meanwhile."""
+    told = rpc.rpc_sync("worker0", identity, ("told",), timeout=10)
+    let_go(gate)
+    return told
+
+
+def a_handler_waits(rank):
+    if rank == 0:
+        found = []
+
+        def handle(number, frame):
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(rpc.rpc_sync, "worker1", let_go_and_told, ("handled",), timeout=10).result(20))
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        rpc.rpc_sync("worker1", held, ("handled",), timeout=30)
+        assert found == ["told"]
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_handler_waits_for_other_threads_and_others_are_answered_meanwhile(device):
+    results(run_group(a_handler_waits, transport=device))
+
+
+def a_handler_shuts_down(rank):
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda number, frame: rpc.shutdown(timeout=30))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert rpc.rpc_sync("worker1", time.sleep, (1.0,)) is None
+    else:
+        rpc.shutdown(timeout=30)
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_handler_shuts_down_while_a_call_is_waited_for(device):
+    results(run_group(a_handler_shuts_down, transport=device))
