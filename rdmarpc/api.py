@@ -106,10 +106,14 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     ``graceful``: first serve calls until every worker has called ``shutdown`` and no call is under way anywhere, for at most
     ``timeout`` seconds (0: no limit). Raises ``PeerLost``, ``TransferTimeout``; RPC is shut down here in any case. A worker
-    that was interrupted (Ctrl-C) is not waited for. That is logged as a warning and raises nothing.
+    that was interrupted (Ctrl-C) is not waited for. That is logged as a warning and raises nothing. While another thread does
+    this, it is waited for; a signal handler in the midst of it returns at once. Raises ``NotSupported`` in functions and
+    callbacks, which would be waited for.
     """
     timeout = timeouts.limit(timeout, "the timeout of shutdown")
     agent = _agent.current()
+    if graceful and not agent.may_leave(timeout):
+        return
     try:
         agent.shutdown(graceful, timeout)
     except PeerLost as error:

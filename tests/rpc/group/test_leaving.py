@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from called import held
-from group import dismiss, on_every_device, results, until_dismissed
+from group import dismiss, on_every_device, results, run_group, until_dismissed
 from timing import eventually
 
 import rdmarpc as rpc
@@ -112,3 +114,42 @@ def test_shutdown_says_what_it_has_waited_for():
     for scenario in (has_an_unanswered_call, comes_too_late):
         for outcomes in on_every_device(scenario).values():
             results(outcomes)
+
+
+def shut_down_here(timeout=30.0):
+    rpc.shutdown(timeout=timeout)
+
+
+def several_threads_leave(rank):
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(shut_down_here) for _ in range(3)]:
+            try:
+                each.result(60)
+            except RuntimeError as error:  # it came last
+                assert "RPC has not been initialized" in str(error)
+
+
+def a_handler_leaves_too(rank):
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda number, frame: rpc.shutdown())
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(1)
+    rpc.shutdown(timeout=30)
+
+
+@pytest.mark.parametrize("scenario", [several_threads_leave, a_handler_leaves_too])
+def test_a_worker_leaves_once(scenario):
+    results(run_group(scenario))
+
+
+def left_by_a_function(rank):
+    if rank == 0:
+        for to in ("worker0", "worker1"):
+            with pytest.raises(rpc.NotSupported, match="shutdown waits for functions and callbacks that run here"):
+                rpc.rpc_sync(to, shut_down_here, (5.0,))
+    rpc.shutdown(timeout=30)
+
+
+def test_a_function_does_not_wait_for_itself():
+    results(run_group(left_by_a_function))
