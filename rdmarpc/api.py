@@ -112,7 +112,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     timeout = timeouts.limit(timeout, "the timeout of shutdown")
     agent = _agent.current()
-    if graceful and not agent.may_leave(timeout):
+    if graceful and not agent.termination.begin(timeout):
         return
     try:
         agent.shutdown(graceful, timeout)

@@ -82,7 +82,6 @@ class Agent:
         self.options, self.rpc_timeout = options, options.rpc_timeout
         _use(options)
         self.ready = threading.Event()  # peers may connect before we are complete
-        self._leaving, self._left, self._leaver = threading.Lock(), threading.Event(), 0
         self._at_close: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
         """For each callback a function that returns it, or ``None`` once its owner has died."""
@@ -358,23 +357,8 @@ class Agent:
         held = any(link.held.any for link in list(self.links.rows.values()))
         return not (held or self.pool.busy) and self.outstanding.idle
 
-    def may_leave(self, timeout: float) -> bool:
-        """Whether this thread is to shut down gracefully. ``False`` if another one did meanwhile, for which it waits, or if it
-        is at that already, and this is a signal handler. ``NotSupported`` in what shutdown would wait for."""
-        if self.pool.slot in self.pool.running:
-            raise NotSupported(
-                "shutdown waits for functions and callbacks that run here, and is called by one of them",
-                hint="call it in the main thread, or shutdown(graceful=False), which waits for nobody",
-            )
-        if self._leaving.acquire(blocking=False):
-            self._leaver = threading.get_ident()
-            return True
-        if self._leaver != threading.get_ident() and not self._left.wait(timeout or None):
-            raise TransferTimeout("another thread's shutdown is not over", hint="shutdown(timeout=) sets the limit")
-        return False
-
     def shutdown(self, graceful: bool, timeout: float) -> None:
-        """Leave the group. The local part is always done, whatever is raised. ``graceful``: after ``may_leave``."""
+        """Leave the group. The local part is always done, whatever is raised. ``graceful``: after ``termination.begin``."""
         parted = False
         try:
             if graceful:
@@ -387,7 +371,7 @@ class Agent:
                 self.group.leave()
                 self.close()
             finally:
-                self._left.set()
+                self.termination.over.set()
 
     def say_goodbye(self) -> None:
         """Tell every peer which exception ends this process, if one does: their ``PeerLost`` names it. Workers that connect

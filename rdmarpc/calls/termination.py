@@ -19,8 +19,9 @@ from ..group.members import Members
 from ..links.connecting import Connections
 from ..links.table import Links
 from ..message import gpu
+from ..polling.pool import Pool
 from ..references.context import RRefContext
-from ..transport import RdmaError, TransferTimeout, fresh, kept
+from ..transport import NotSupported, RdmaError, TransferTimeout, fresh, kept
 from .callee import Callee
 from .observer import Recorder
 from .pending import Outstanding
@@ -44,6 +45,7 @@ class Worker(here.Agent, Protocol):
     connections: Connections
     callee: Callee
     outstanding: Outstanding
+    pool: Pool
     rrefs: RRefContext
     timeline: Recorder | None
     termination: Termination
@@ -68,6 +70,25 @@ class Termination:
         self._error: RdmaError | None = None
         self._waiting: threading.Event | None = None
         self._lock = threading.Lock()
+        self._beginning, self._beginner = threading.Lock(), 0
+        self.over = threading.Event()
+        """Set once this worker has left."""
+
+    def begin(self, timeout: float) -> bool:
+        """Whether this thread is to shut down. ``False`` if another one did meanwhile, for which it waits, or if it is at that
+        already, and this is a signal handler. ``NotSupported`` in what shutdown would wait for."""
+        pool = self._agent.pool
+        if pool.slot in pool.running:
+            raise NotSupported(
+                "shutdown waits for functions and callbacks that run here, and is called by one of them",
+                hint="call it in the main thread, or shutdown(graceful=False), which waits for nobody",
+            )
+        if self._beginning.acquire(blocking=False):
+            self._beginner = threading.get_ident()
+            return True
+        if self._beginner != threading.get_ident() and not self.over.wait(timeout or None):
+            raise TransferTimeout("another thread's shutdown is not over", hint="shutdown(timeout=) sets the limit")
+        return False
 
     def report(self, number: int, rank: int, sent: int, answered: int) -> torch.futures.Future[bool]:
         """Take a worker's counts in round ``number`` (on rank 0). The future completes with whether all is done."""
