@@ -12,7 +12,7 @@ from ...transport import NotSupported, RdmaError
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
 from ..outlets import observer
-from ..wire.header import GIVEN, Header
+from ..wire.header import GIVEN, GIVEN_AT, VIEW, Header
 from .blocks import Edge, follow
 from .control import Control, names
 from .ledger import Ledger
@@ -145,7 +145,7 @@ class Exchanges:
             slot.close()
             return
         if header.flags & GIVEN:
-            run.plan.given_back.add(inlet.edge.value)
+            run.plan.given_back[inlet.edge.value] = header.flags >> GIVEN_AT, not header.flags & VIEW
         tensor = take(slot, header)
         if tensor is not None:
             # Whoever calls the model may keep what it gave for ever. The last free slot is never lent out.

@@ -75,8 +75,9 @@ class Plan:
         assert graph is not None
         self.graph = graph
         self.pending: set[int] = set()
-        self.given_back: set[str] = set()
-        """What parts gave in the last forward that was the very tensor they were given (``Flow.given_back``)."""
+        self.given_back: dict[str, tuple[int, bool]] = {}
+        """What the part that is called gave in the last forward that has the memory of a tensor which it was given: number of
+        that among ``graph.inputs``, and whether they are one object."""
         self.participants = sorted({s.worker for s in graph.segments if s.backward and s.worker != caller})
         self.schedule: list[Segment | Stage] = []
         self.stages: list[Stage] = []

@@ -28,6 +28,7 @@ from ..trace.writes import check_seen, scattered
 from .draws import Draws
 from .graph import TransferGraph, Value
 from .located import Located, Pair
+from .memory import Memory
 from .names import Names
 from .order import Order, put_in_order
 from .program import Instruction, Ref, Segment, function_path, names_in, plainly, to_number, to_tensor
@@ -84,6 +85,9 @@ class _Analysis:
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
         self.paths: dict[str, str] = {}  # name of an attribute -> where it is in the model
         self.written: set[str] = set()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.storages = Memory(capture.graph, capture.values, capture.writes)
+        self.calls: list[tuple[fx.Node, Instruction]] = []  # of modules
         self.where: dict[fx.Node, tuple[str, int]] = {}
         self.draws = Draws(caller)
         self.compared: list[tuple[fx.Node, list[str]]] = []  # parts elsewhere that give constants too, and their tensors
@@ -146,6 +150,8 @@ class _Analysis:
             if write.node not in self.where:
                 raise NotSupported(f"{write.node.format_node()} writes into a tensor and gives none", hint=_GIVES_NONE)
         check_seen(self.capture.graph, self.capture.values, self.capture.writes, self.where, self.caller)
+        for node, step in self.calls:
+            self.storages.tell_apart(node, step, self.tensors, self.readers)
         return self.assemble(inputs, output)
 
     def effects(self) -> list[Any]:
@@ -234,7 +240,7 @@ class _Analysis:
         path = function_path(target) if callable(target) else str(target)
         # In plain lists and dicts: those of fx are no part of what a worker that restricts its peers lets in.
         args, kwargs = plainly((args, kwargs))
-        return Instruction(
+        step = Instruction(
             kind,
             path,
             args,
@@ -247,6 +253,8 @@ class _Analysis:
             label=label_of(node),
             open=kind == "module" and mutable((*args, *kwargs.values())),
         )
+        self.calls += [(node, step)] * (kind == "module")
+        return step
 
     def express(self, node: fx.Node, flat: Sequence[Any], leaves: Sequence[Any]) -> None:
         """What stands for the value of a node: the same with these leaves."""
@@ -282,7 +290,7 @@ class _Analysis:
     def define(
         self, name: str, tensor: torch.Tensor, home: tuple[str, int], leaf: tuple[fx.Node, int], constant: bool = False
     ) -> None:
-        self.home[name], self.uses[name] = home, {}
+        self.home[name], self.uses[name], self.tensors[name] = home, {}, tensor
         self.readers.define(name, tensor, self.capture.same.get(leaf, leaf))
         if kind := sparse(tensor):
             self.sparse[name] = kind

@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 
 from ...transport import NotSupported
 from ..trace.values import After, Before, Built, changes_argument, described, flatten, key
+from ..trace.writes import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class Instruction:
     (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards. ``grad``:
     whether autograd may see it; it may not where the forward says ``torch.no_grad()``. ``tree`` (``described``) and
     ``constants``: what a structured result was like in the capture (a ``Ref``: that argument itself). ``open``: among the
-    arguments of a module is something that it could put more into; ``after``: it does, and gives ``After``.
+    arguments of a module is something that it could put more into; ``after``: it does, and gives ``After``. Pairs of what
+    a module is given and gives: ``same`` are one tensor, ``unshared`` have not one memory (``memory``); whether ``summed``
+    are one tensor changes the order in which gradients of it are summed.
     """
 
     kind: str
@@ -48,6 +51,9 @@ class Instruction:
     constants: tuple[Any, ...] = ()
     open: bool = False
     after: bool = False
+    same: tuple[tuple[str, str], ...] = ()
+    summed: tuple[tuple[str, str, bool], ...] = ()
+    unshared: tuple[tuple[str, str], ...] = ()
     label: str = ""
     """What it is called in the model."""
 
@@ -203,6 +209,22 @@ def _structured(step: Instruction, result: Any, env: Mapping[str, Any], seen: di
     return leaves
 
 
+def _check_given_back(step: Instruction, env: Mapping[str, Any]) -> None:
+    """Raise ``NotSupported`` if a module gives what it is given, or gives it no more, and the capture does not allow for it."""
+    hint = 'wrap(..., capture="eager") looks at what a part gives in every step'
+    one = {(given, name): env[given] is env[name] for given, name, _ in step.summed}
+    sums = {one[given, name] for given, name, then in step.summed if one[given, name] != then and env[name].requires_grad}
+    sums = sums if torch.is_grad_enabled() else set()
+    why = "gradients of it would be summed in another order"
+    if any(env[given] is not env[name] for given, name in step.same) or False in sums:
+        what = f"{step} gives a tensor of its own, and gave back what it was given when it was captured"
+        raise NotSupported(f"{what}: {why if sums else 'the forward uses both'}", hint=hint)
+    written = any(storage_of(env[given]) == storage_of(env[name]) for given, name in step.unshared)
+    if written or sums:
+        what = f"{step} gives back what it is given, and gave a tensor of its own when it was captured"
+        raise NotSupported(f"{what}: {'the forward writes into one of them' if written else why}", hint=hint)
+
+
 def _described(result: Any) -> str:
     return ", ".join(type(part).__name__ for part in result) if isinstance(result, (tuple, list)) else type(result).__name__
 
@@ -256,6 +278,8 @@ class Machine:
                     produced(name, leaf)
                 elif name not in step.numbers:
                     raise NotSupported(f"{step} gave {type(leaf).__name__} where a tensor was captured")
+            if step.same or step.summed or step.unshared:
+                _check_given_back(step, env)
             for name in step.last:
                 env.pop(name, None)
 

@@ -60,6 +60,14 @@ class Readers:
         """The levels that a reader must at least have at this worker, because of what is carried."""
         return [self.reads[what].after(worker) for what in terms if what in self.carried and what in self.reads]
 
+    def mixed(self, given: str, result: str, position: int) -> bool:
+        """Whether gradients of what an operation at ``position`` is given and of what it gives would add up in another order,
+        if these were one tensor."""
+        if given not in self.reads or result not in self.reads:
+            return False
+        other = sum(read.terms for read in self.reads[given].reads if read.position != position)
+        return other > 0 and other + sum(read.terms for read in self.reads[result].reads) > 2
+
     def _tensors(self, arguments: Any) -> list[str]:
         """Names of the tensors among the arguments that gradients come to."""
         return [n for n in dict.fromkeys(names_in(arguments)) if n in self._fakes and self._fakes[n].requires_grad]

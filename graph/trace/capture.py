@@ -170,16 +170,18 @@ def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Jo
             found = _propagate_call(model, path, graph, inputs)
     if any(node.op == "placeholder" for node, _ in found.written):
         raise writes_input(path)
-    result = found.values[call]
-    if not isinstance(result, After):
-        given = [found.values[node] for node in graph.nodes if node.op == "placeholder"]
-        found.aliases = aliases(given, leaves_of(result))
     return found
 
 
 def _propagate_call(model: nn.Module, path: str, graph: fx.Graph, inputs: list[TensorSpec]) -> Capture:
-    with untouched(model.get_submodule(path)):
-        return propagate(model, graph, inputs, made=True)
+    part = model.get_submodule(path)
+    with untouched(part):
+        found = propagate(model, graph, inputs, made=True)
+        [result] = [found.values[node] for node in graph.nodes if node.op == "call_module"]
+        if not isinstance(result, After):
+            given = [found.values[node] for node in graph.nodes if node.op == "placeholder"]
+            found.aliases = aliases(given, leaves_of(result), part)
+    return found
 
 
 def call_of(graph: fx.Graph, model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> fx.Node:

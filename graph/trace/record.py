@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.flags import steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
+from ..guards.snapshot import Snapshot
 from .capture import (
     Capture,
     Join,
@@ -38,7 +39,18 @@ from .capture import (
     unchanged,
 )
 from .sizes import Sizes
-from .values import After, Before, check_arguments, check_question, check_result, encode, leaves_of, pick
+from .values import (
+    After,
+    Before,
+    check_arguments,
+    check_question,
+    check_result,
+    encode,
+    leaves_of,
+    map_leaves,
+    pick,
+    tensors_of,
+)
 from .watch import Unwatched, undrawn
 from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_tensor, writes_beyond
 
@@ -46,11 +58,56 @@ from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_t
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
     """As ``capture``."""
     with torch.inference_mode(False), torch.enable_grad(), undrawn(), steady_flags():
-        return _record(model, inputs, join, whole)
+        parts = _Parts(model, whole)
+        recorder = _recorded(model, inputs, join, whole)
+        if recorder.given_back:
+            parts.put_back()
+            _mark_same(recorder, _recorded(model, inputs, join, whole, apart=True))
+        parts.put_back()
+        effects = finish(recorder.graph, model)
+        found = propagate(model, recorder.graph, inputs, recorder.constants)
+        found.effects = effects
+        return found
 
 
-def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
-    recorder = _Recorder(model, whole)
+class _Parts:
+    """Attributes of whole parts. Each run of a forward is to find the same there: parts may do otherwise in their second
+    call."""
+
+    def __init__(self, model: nn.Module, whole: Callable[[str], bool]) -> None:
+        self._before = Snapshot()
+        for path, part in model.named_modules():
+            for module in part.modules() if path and whole(path) else ():
+                self._before.keep(vars(module), "")
+
+    def put_back(self) -> None:
+        self._before.restore()
+
+
+def _mark_same(one: _Recorder, other: _Recorder) -> None:
+    """Of two records of a forward whose parts give back what they are given, in ``other`` as another tensor. Where the forward
+    uses both tensors ``one`` takes the first for the second, and is right as long as these parts give back what they are given:
+    they are marked."""
+    if _steps(one.graph) != _steps(other.graph):
+        for node in one.given_back:
+            node.meta["same"] = True
+
+
+def _steps(graph: fx.Graph) -> list[Any]:
+    number = {node: at for at, node in enumerate(graph.nodes)}
+    found = []
+    for node in graph.nodes:
+        constant = node.op == "get_attr" and str(node.target).startswith("_tensor_constant_")
+        given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        found.append((node.op, "" if constant else str(node.target), repr(given)))
+    return found
+
+
+def _recorded(
+    model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool], apart: bool = False
+) -> _Recorder:
+    """``apart``: a tensor that a part gives back is another one."""
+    recorder = _Recorder(model, whole, apart)
     with Sizes().under(mode_of(model)), quiet(), unchanged(model, whole):
         fakes = [spec.empty() for spec in inputs]
         for at, fake in enumerate(fakes):
@@ -71,10 +128,7 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         if before.changed():
             raise changes_input(before.names(model.forward))
         recorder.graph.output(recorder.arguments(result))
-    effects = finish(recorder.graph, model)
-    found = propagate(model, recorder.graph, inputs, recorder.constants)
-    found.effects = effects
-    return found
+    return recorder
 
 
 class _NoRealWrites(TorchDispatchMode):
@@ -137,10 +191,13 @@ _PLACES = frozenset(["data_ptr", "storage", "untyped_storage", "_typed_storage"]
 
 
 class _Recorder(TorchFunctionMode):
-    """``constants`` as in ``Capture``. A tensor is known by its identity: ``_kept`` keeps them all alive."""
+    """``constants`` as in ``Capture``. A tensor is known by its identity: ``_kept`` keeps them all alive. ``given_back``: calls
+    of parts that give a tensor which they are given; ``apart``: it is another one for the forward."""
 
-    def __init__(self, model: nn.Module, whole: Callable[[str], bool]) -> None:
+    def __init__(self, model: nn.Module, whole: Callable[[str], bool], apart: bool = False) -> None:
         super().__init__()
+        self.given_back: list[fx.Node] = []
+        self._apart = apart
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self._whole = whole
@@ -264,9 +321,16 @@ class _Recorder(TorchFunctionMode):
         self._inside = True
         try:
             result = call(*args, **kwargs)
+            back = {id(leaf): leaf for leaf in tensors_of(leaves_of((args, kwargs)))}
+            back = {id(leaf): leaf for leaf in leaves_of(result) if id(leaf) in back}
+            if back and self._apart:
+                others = {number: leaf.view_as(leaf) for number, leaf in back.items()}
+                result = map_leaves(lambda leaf: others.get(id(leaf), leaf), result)
         finally:
             self._inside = False
         node = make(known)
+        if back and node.op == "call_module":
+            self.given_back.append(node)
         check_result(f"{node.op} {node.name}", result)
         # The forward may have used them where no operation tells.
         node.meta["compared"] = any(leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))

@@ -219,10 +219,15 @@ def _tensors_of(part: nn.Module) -> set[str]:
     return found
 
 
-def aliases(given: Sequence[Any], result: Sequence[Any]) -> list[tuple[int, int, bool]]:
-    """Of the leaves of a call's result those that have the memory of a tensor which it was given, as (number of the leaf,
-    number of that tensor among ``tensors_of`` what was given, whether they are one object)."""
+OWN = -1
+"""In ``aliases``: the part has that memory itself, in a parameter, a buffer or an attribute."""
+
+
+def aliases(given: Sequence[Any], result: Sequence[Any], part: nn.Module) -> list[tuple[int, int, bool]]:
+    """Of the leaves of a call's result those that have the memory of a tensor which it was given, or which the part keeps, as
+    (number of the leaf, number of that tensor among ``tensors_of`` what was given or ``OWN``, whether they are one object)."""
     tensors = tensors_of(given)
+    own = {storage_of(tensor) for module in part.modules() for tensor in _kept(vars(module), 3)}
     found = []
     for at, leaf in enumerate(result):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
@@ -230,7 +235,18 @@ def aliases(given: Sequence[Any], result: Sequence[Any]) -> list[tuple[int, int,
             shared = next((n for n, tensor in enumerate(tensors) if storage_of(tensor) == storage_of(leaf)), None)
             if shared is not None:
                 found.append((at, shared if same is None else same, same is not None))
+            elif storage_of(leaf) in own:
+                found.append((at, OWN, False))
     return found
+
+
+def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _kept(item, depth - 1)
 
 
 def calls_itself(part: nn.Module) -> bool:

@@ -35,7 +35,11 @@ LEAVE = 1024
 DREW = 2048
 """A report, for the first time of each part: it has drawn from torch's generator. The payload is its path."""
 GIVEN = 8192
-"""An activation: the very tensor that the part was given."""
+"""An activation: it has the memory of a tensor that the part was given. From bit ``GIVEN_AT`` on the flags say of which of the
+call's inputs."""
+GIVEN_AT = 32
+VIEW = 16384
+"""With ``GIVEN``: it is another tensor than that input."""
 RECORDS = 4096
 """The forward runs in grad mode. Without ``GRAD`` no gradient comes back, but what parts keep of it has a graph."""
 CHANGED = 16384

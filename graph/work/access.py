@@ -321,7 +321,7 @@ class Access:
             for kind in (sparse(leaf) for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)):
                 if kind:
                     raise cannot_cross(f"part {path!r} gives", kind)
-            return encode(result, spec), drew, aliases(leaves_of((given, more)), leaves_of(result))
+            return encode(result, spec), drew, aliases(leaves_of((given, more)), leaves_of(result), part)
 
         try:
             return self._submit(run, commands)

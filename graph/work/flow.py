@@ -102,8 +102,8 @@ class Flow:
         of = {duty.segment.number: duty for duty in self.duties}
         self.names = _leaf_names(graph.output)
         """Of the leaves of the result; empty where it is no value."""
-        self.given_back = {self.names[at]: graph.inputs[number] for at, number, same in graph.aliases if same}
-        """Results of one part that were the very tensors it was given, when it was captured."""
+        self.numbers = {name: number for number, name in enumerate(graph.inputs)} if graph.part else {}
+        """Of the inputs, where one part is called."""
         self.routes: dict[str, Route] = {}
         self.edges: dict[int, Source] = {}
         self._productions: dict[tuple[int, int, bool], Production | None] = {}

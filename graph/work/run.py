@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from ...transport import NotSupported, RdmaError
 from ..outlets.outlet import keep_apart
 from ..plan.program import Machine
 from ..schedules.halves import RAN_HOOKS, Halves, halves, hooks_made
-from ..wire.header import CLEAR, GIVEN, GRAD, LEAVE, RECORDS, Header, MicroBatch
+from ..trace.writes import storage_of
+from ..wire.header import CLEAR, GIVEN, GIVEN_AT, GRAD, LEAVE, RECORDS, VIEW, Header, MicroBatch
 from .aside import Aside
 from .flow import Duty, Flow, Input, Route, Source
 from .tasks import ALONE, FIRST, SECOND, WHOLE, Agenda, Batch, Task
@@ -159,7 +160,7 @@ class Run:
         hooks = hooks_made()
         with torch.set_grad_enabled(self.records):
             env, watched = self._take_inputs(duty, grad)
-            given_back = {name: env.get(given) for name, given in self.flow.given_back.items()}
+            given = list(env.items()) if self.flow.numbers else []
 
             def produced(name: str, tensor: torch.Tensor) -> None:
                 route = duty.outputs.get(name)
@@ -173,7 +174,7 @@ class Run:
                     watched.append((name, tensor, tensor._version))
                     if production is not None:
                         production.made(name, tensor)
-                    self._emit(name, tensor, route, GIVEN if tensor is given_back.get(name) else 0)
+                    self._emit(name, tensor, route, _given_back(tensor, given, self.flow.numbers) if given else 0)
 
             production = self.flow.production(duty, self.mode, grad)
             self._given(duty, env, produced)
@@ -440,3 +441,14 @@ class Run:
                 deliver(grad)
 
         return deliver_alone
+
+
+def _given_back(tensor: torch.Tensor, given: list[tuple[str, Any]], numbers: Mapping[str, int]) -> int:
+    """Flags for what the part that is called gives: whether it has the memory of something that it was ``given``."""
+    tensors = [(name, leaf) for name, leaf in given if isinstance(leaf, torch.Tensor)]
+    name = next((name for name, leaf in tensors if leaf is tensor), "")
+    if name:
+        return GIVEN | numbers[name] << GIVEN_AT
+    memory = storage_of(tensor)
+    name = next((name for name, leaf in tensors if storage_of(leaf) == memory), "")
+    return GIVEN | VIEW | numbers[name] << GIVEN_AT if name and tensor.numel() else 0

@@ -29,6 +29,7 @@ from ..graph.trace.devices import CPU, named
 from ..graph.trace.sites import INPUT, Site, input_names, name_inputs
 from ..graph.trace.sizes import Sizes
 from ..graph.trace.watch import Busy
+from ..graph.trace.writes import OWN
 from ..graph.work.command import WorkerError
 from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
@@ -37,6 +38,8 @@ from ..transport import NotSupported
 from .session import Session
 from .signature import Miss
 
+_GIVES_VIEW = "gives a view of what it is given, and the forward writes into one of them"
+_KEEPS = "keeps what it gives, and the forward writes into that: it would keep it as it was"
 PLANS = 128
 """How many calls are kept set up, at least."""
 
@@ -55,6 +58,7 @@ class Eager:
         self._seen: Counter[str] = Counter()
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._views: list[tuple[str, torch.Tensor, int]] = []
+        """Tensors, and their versions, that the forward must not write into, and why."""
         self._mode = 0
         self._alone = False
         self.reasons: dict[str, str] = {}
@@ -199,10 +203,10 @@ class Eager:
                     peer=worker,
                     hint="place the module whose forward writes as a whole",
                 )
-        for path, tensor, version in self._views:
+        for what, tensor, version in self._views:
             if tensor._version != version:
                 raise NotSupported(
-                    f"part {path!r} gives a view of what it is given, and the forward writes into one of them",
+                    what,
                     hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
                 )
 
@@ -239,17 +243,22 @@ class Eager:
             raise NotSupported(f"an input of {path!r} that is no tensor must be hashable: {error}") from error
         self.calls += 1
         result = caller.forward(plan, tensors, self._mode)
-        return self._aliased(path, tensors, result, plan) if plan.graph.aliases else result
+        return self._aliased(path, tensors, result, plan) if plan.graph.aliases or plan.given_back else result
 
     def _aliased(self, path: str, given: Sequence[torch.Tensor], result: Any, plan: Plan) -> Any:
         """Put the arguments themselves where a part gives them back; views of them are copies here, which nobody may write
         into. A part may give back its argument in one call, and something else in another."""
         leaves = values.leaves_of(result)
-        same = {at: given[number] for at, number, same in plan.graph.aliases if same and plan.flow.names[at] in plan.given_back}
-        for at, number, _ in plan.graph.aliases:
-            pair = given[number], leaves[at]
-            if at not in same and not any(tensor.is_inference() for tensor in pair):
-                self._views += [(path, tensor, tensor._version) for tensor in pair]
+        names = plan.flow.names
+        now = [(at, *plan.given_back[name]) for at, name in enumerate(names) if name in plan.given_back]
+        same = {at: given[number] for at, number, same in now if same}
+        # What a worker gives says so itself, what several replicas give does not.
+        then = [item for item in plan.graph.aliases if item[1] == OWN or names[item[0]] not in plan.graph.values]
+        for at, number, _ in {*then, *now}:
+            what = _KEEPS if number == OWN else _GIVES_VIEW
+            tensors = [leaves[at]] if number == OWN else [given[number], leaves[at]]
+            if at not in same and not any(tensor.is_inference() for tensor in tensors):
+                self._views += [(f"part {path!r} {what}", tensor, tensor._version) for tensor in tensors]
         order = iter(range(len(leaves)))
         return values.map_leaves(lambda leaf: same.get(next(order), leaf), result)
 

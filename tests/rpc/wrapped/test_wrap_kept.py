@@ -112,11 +112,13 @@ def train(model: Any, forwards: int = 1) -> Iterator[torch.Tensor]:
     yield from model.state_dict().values()
 
 
-def verdict(make: Callable[[], nn.Module], run: Callable[[Any], Iterator[torch.Tensor]], capture: str) -> str:
+def verdict(
+    make: Callable[[], nn.Module], run: Callable[[Any], Iterator[torch.Tensor]], capture: str, place: str = "part"
+) -> str:
     torch.manual_seed(1)
     net = make()
     expected = list(run(copy.deepcopy(net)))
-    model = rpc.wrap(net, {"part": "worker1"}, capture=capture, timeout=20.0)
+    model = rpc.wrap(net, {place: "worker1"}, capture=capture, timeout=20.0)
     try:
         return "equal" if all(map(torch.equal, list(run(model)), expected)) else "wrong"
     except rpc.NotSupported as error:
