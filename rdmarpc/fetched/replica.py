@@ -29,6 +29,7 @@ from .aside import aside
 from .mixing import Mixing
 
 _MISSING = object()
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DENSE = "parts that run at their workers may have sparse gradients (Embedding(sparse=True)); here they are to be dense"
 
 
@@ -45,6 +46,8 @@ class Replica:
         self.mixing = Mixing(top)
         self._owners, self._top = owners, top
         self._leaves: dict[int, nn.Parameter] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        """What the owners have, where nothing that a forward does reaches it."""
         self._by_path: dict[str, RemoteParameter] = {}
         self._workers: dict[str, str] = {}
         self._epoch: Any = None
@@ -110,9 +113,12 @@ class Replica:
             leaf.requires_grad_(True)  # for the hook, which stays when it is frozen
             leaf.register_post_accumulate_grad_hook(_giver(parameter, self.mixing))
             self.mixing.used = True
-        elif not _same(leaf, value):
+            self._values[id(parameter)] = leaf.detach().clone()
+            return
+        if not _same(leaf, value):
             with torch.no_grad():
                 leaf.copy_(value)
+        self._values[id(parameter)] = value.detach()
 
     def _put_leaves(self, new: dict[int, nn.Parameter]) -> None:
         """In the place of the parameters that came."""
@@ -155,7 +161,6 @@ class Replica:
         self._before[""] = {path: (tensor, _mark(tensor)) for path, tensor in self.tensors.items()}
         self._members = {path: _members(module) for path, module in self.parts.items()}
         self._versions = {key: leaf._version for key, leaf in self._leaves.items()}
-        self._values = {key: leaf.detach().clone() for key, leaf in self._leaves.items()}
 
     def give_back(self) -> None:
         """Send what a forward has changed. ``NotSupported`` for what cannot travel."""
@@ -168,7 +173,8 @@ class Replica:
                 raise parameter._refuse("the forward writes into it", "write into it between steps")
         written = [p for p in self._top.parameters() if isinstance(p, RemoteParameter) and self._is_written(p)]
         for parameter in written:
-            parameter.data.copy_(self._leaves[id(parameter)].detach())
+            parameter.data.copy_(leaf := self._leaves[id(parameter)].detach())
+            self._values[id(parameter)].copy_(leaf)
         changed: list[tuple[str, str, Any]] = []
         seen: set[int] = set()
         for path, module in self.parts.items():
@@ -300,6 +306,10 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     with torch.no_grad():
         if one.dtype.is_complex:
             one, other = torch.view_as_real(one), torch.view_as_real(other)
+        if one.is_contiguous() and other.is_contiguous() and one.dim():
+            bits = _BITS[one.element_size()]
+            if torch.equal(one.view(bits), other.view(bits)):
+                return True  # in one pass over them
         if not one.is_floating_point():
             return torch.equal(one, other)
         alike = (one == other) & (torch.signbit(one) == torch.signbit(other)) | (one.isnan() & other.isnan())
