@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..guards.content import Content, foreign
-from ..guards.flags import check_flags, steady_flags
+from ..guards.flags import ActsAgain, check_flags, runs_again, steady_flags
 from ..guards.opaque import custom_functions
 from ..guards.roots import Root
 from .devices import CPU
@@ -285,6 +285,9 @@ def propagate(
         values = propagator.propagate(fakes)
     if strict:
         check_writes(graph, values, {write.node for write in propagator.writes})
+    for write in propagator.writes:
+        if write.node.meta.get("again"):
+            raise ActsAgain(f"what the forward does by {write.node.name!r}")
     written, sites, counted = propagator.written(), propagator.sites(), propagator.counted
     return Capture(
         graph,
@@ -380,6 +383,7 @@ def annotate(node: fx.Node, scope: str) -> None:
     check_flags()
     check_inference()
     node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
+    node.meta["again"] = runs_again()
 
 
 def check_inference() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...transport import NotSupported, plugins
 from ..guards.fast_paths import FastPaths, cut_attention
-from ..guards.flags import SetsFlag
+from ..guards.flags import ActsAgain, SetsFlag
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import check_operations, record
 from .sizes import Sizes
@@ -81,7 +81,7 @@ def capture_by(
         except Exception as raised:
             refused.append(f"{name}: {first_line(raised)}")
             error, again = raised, again or isinstance(raised, Changes)
-            if isinstance(raised, SetsFlag):
+            if isinstance(raised, (SetsFlag, ActsAgain)):
                 break
     raise Uncaptured(refused, error, again) from error
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
-from ..guards.flags import steady_flags
+from ..guards.flags import ActsAgain, runs_again, steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
 from ..guards.snapshot import Snapshot
 from .capture import (
@@ -58,7 +58,7 @@ from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_t
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
     """As ``capture``."""
     with torch.inference_mode(False), torch.enable_grad(), undrawn(), steady_flags():
-        parts = _Parts(model, whole)
+        parts = _Parts(*(part for path, part in model.named_modules() if path and whole(path)))
         recorder = _recorded(model, inputs, join, whole)
         if recorder.given_back:
             parts.put_back()
@@ -74,11 +74,13 @@ class _Parts:
     """Attributes of whole parts. Each run of a forward is to find the same there: parts may do otherwise in their second
     call."""
 
-    def __init__(self, model: nn.Module, whole: Callable[[str], bool]) -> None:
+    def __init__(self, *parts: nn.Module) -> None:
         self._before = Snapshot()
-        for path, part in model.named_modules():
-            for module in part.modules() if path and whole(path) else ():
-                self._before.keep(vars(module), "")
+        for module in (module for part in parts for module in part.modules()):
+            self._before.keep(vars(module), "")
+
+    def changed(self) -> bool:
+        return bool(self._before.changed())
 
     def put_back(self) -> None:
         self._before.restore()
@@ -365,8 +367,11 @@ class _Recorder(TorchFunctionMode):
                 with static(f"call_module {path!r}"):
                     check_arguments(f"part {path!r}", module.forward, args, kwargs)
                     registered = Registered(module)
+                    before = _Parts(module)
                     result = self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
                     registered.check(f"part {path!r}")
+                    if runs_again() and before.changed():
+                        raise ActsAgain(f"part {path!r}")
                     return result
             finally:
                 self._scope.pop()
