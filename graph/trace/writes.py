@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
-from ..guards.content import foreign
+from ..guards.content import foreign, items_of, pairs_of
 from .values import leaves_of, tensors_of
 
 
@@ -241,11 +241,11 @@ def aliases(given: Sequence[Any], result: Sequence[Any], part: nn.Module) -> lis
 
 
 def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists and dicts."""
+    """The tensors in nested lists and dicts, whatever methods these have."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in (item for _, item in pairs_of(value)) if isinstance(value, dict) else items_of(value):
             yield from _kept(item, depth - 1)
 
 

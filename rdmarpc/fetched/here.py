@@ -141,6 +141,7 @@ class Here:
 
         if any(isinstance(leaf, RemoteParameter) for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(real, (args, kwargs))
+        self.replica.flag(self._top.get_submodule(path))
         return self.replica.parts[path](*args, **kwargs)
 
     def copy_of(self, path: str) -> nn.Module | None:
@@ -157,7 +158,10 @@ class Here:
 
     def fetch(self, path: str) -> Any:
         """A parameter or buffer that lies elsewhere."""
+        above, _, name = path.rpartition(".")
+        parameter = self._top.get_submodule(above)._parameters.get(name)
+        if isinstance(parameter, RemoteParameter):
+            self.replica.flag_leaf(parameter)
         if path in self.replica.tensors:
             return self.replica.tensors[path]
-        above, _, name = path.rpartition(".")
         return getattr(self.replica.parts[above], name)

@@ -56,6 +56,7 @@ class Replica:
     def leaf(self, parameter: RemoteParameter) -> nn.Parameter:
         """The copy of a parameter, with the owner's present value."""
         self.refresh()
+        self.flag_leaf(parameter)
         return self._leaves[id(parameter)]
 
     @property
@@ -73,7 +74,7 @@ class Replica:
             self._owners.values.flush()
             if not self.current:
                 self._fetch()
-            self._flag()
+            self.flag(self._top)
 
     def _fetch(self) -> None:
         memo: dict[int, Any] = {}
@@ -129,17 +130,24 @@ class Replica:
                     module._parameters[name] = leaves.get(id(parameter), parameter)
         self.tensors = {path: leaves.get(id(tensor), tensor) for path, tensor in self.tensors.items()}
 
-    def _flag(self) -> None:
-        """The present flags."""
-        for module in self._top.modules():
+    def flag(self, within: nn.Module) -> None:
+        """Give copies the present flags of what stands for them in a module, which a forward may change as it runs."""
+        for module in within.modules():
             if isinstance(module, RemotePart):
                 copied = self.parts[module._place.path]
                 copied.training, copied._is_full_backward_hook = module.training, module._is_full_backward_hook
-        for parameter in self._top.parameters():
+        for parameter in within.parameters():
             if isinstance(parameter, RemoteParameter):
-                with torch._C.DisableTorchFunctionSubclass():
-                    wanted = parameter.requires_grad
-                self._leaves[id(parameter)].requires_grad_(wanted)
+                self.flag_leaf(parameter)
+
+    def flag_leaf(self, parameter: RemoteParameter) -> None:
+        """``flag`` of one parameter."""
+        leaf = self._leaves[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = parameter.requires_grad
+        if leaf.requires_grad != wanted:
+            with aside():
+                leaf.requires_grad_(wanted)
 
     # -- what a forward changes
 

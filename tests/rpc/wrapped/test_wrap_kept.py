@@ -250,3 +250,30 @@ def written_data() -> None:
 
 def test_a_part_may_write_into_the_data_of_its_parameters():
     drive(written_data)
+
+
+class Flagged(Net):
+    """Switches flags of its part, and of a parameter of that, while it runs."""
+
+    def forward(self, x):
+        self.part.eval()
+        with torch.no_grad():
+            fixed = self.part(x)
+        self.part.train(self.training)
+        self.part.requires_grad_(False)
+        still = self.part(self.stem(x)).mean()
+        self.part.requires_grad_(True)
+        weight = self.part[0].weight
+        weight.requires_grad_(False)
+        still = still + nn.functional.linear(x, weight).mean()
+        weight.requires_grad_(True)
+        return self.head(self.part(x) + fixed) + still
+
+
+def flags_of_now() -> None:
+    part = nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE))
+    assert verdict(lambda: Flagged(part), train, "here") == "equal"
+
+
+def test_a_forward_here_sees_the_flags_that_it_switches():
+    drive(flags_of_now)
