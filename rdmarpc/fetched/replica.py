@@ -51,6 +51,7 @@ class Replica:
         self._by_path: dict[str, RemoteParameter] = {}
         self._workers: dict[str, str] = {}
         self._epoch: Any = None
+        self._backward = False
         self._before: dict[str, dict[str, tuple[Any, Any]]] = {}
 
     def leaf(self, parameter: RemoteParameter) -> nn.Parameter:
@@ -70,6 +71,7 @@ class Replica:
 
     def refresh(self) -> None:
         """Fetch what the owners have, if it may be something else now."""
+        self._backward = False  # one that has failed does not say so
         with aside():
             self._owners.values.flush()
             if not self.current:
@@ -112,7 +114,7 @@ class Replica:
             leaf = self._leaves[id(parameter)] = value
             leaf.grad = None
             leaf.requires_grad_(True)  # for the hook, which stays when it is frozen
-            leaf.register_post_accumulate_grad_hook(_giver(parameter, self.mixing))
+            leaf.register_post_accumulate_grad_hook(_giver(parameter, self.mixing, self._went_back))
             self.mixing.used = True
             self._values[id(parameter)] = leaf.detach().clone()
             return
@@ -183,6 +185,15 @@ class Replica:
         for parameter in written:
             parameter.data.copy_(leaf := self._leaves[id(parameter)].detach())
             self._values[id(parameter)].copy_(leaf)
+        changed = self._changed()
+        if changed or written:
+            self._owners.values.flush()
+            self._send(changed)
+            self._epoch = self._owners.caller.control.epoch()
+            self.remember()
+
+    def _changed(self) -> list[tuple[str, str, Any]]:
+        """Attributes and buffers that are not what they were, as (path of the module, name, value)."""
         changed: list[tuple[str, str, Any]] = []
         seen: set[int] = set()
         for path, module in self.parts.items():
@@ -195,11 +206,26 @@ class Replica:
             if _moved(tensor, self._before[""][path][1]):
                 above, _, name = path.rpartition(".")
                 changed.append((above, name, tensor))
-        if changed or written:
-            self._owners.values.flush()
-            self._send(changed)
-            self._epoch = self._owners.caller.control.epoch()
-            self.remember()
+        return changed
+
+    def _went_back(self) -> None:
+        """A backward reaches a copy: what it changes in parts (a hook may count) is sent when it is over."""
+        if not self._backward:
+            self._backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._give_back_later)
+
+    def _give_back_later(self) -> None:
+        self._backward = False
+        if self._owners.eager is not None:
+            return  # the forward that runs gives back
+        with aside():
+            current, changed = self.current, self._changed()
+            if changed:
+                self._owners.values.flush()
+                self._send(changed)
+                self.remember()
+                self._epoch = self._owners.caller.control.epoch() if current else None
 
     def _is_written(self, parameter: RemoteParameter) -> bool:
         """Whether the forward has written into its ``data``, of which autograd knows nothing."""
@@ -243,10 +269,11 @@ class Replica:
             self._owners.settings.give(worker, attributes)
 
 
-def _giver(parameter: RemoteParameter, mixing: Mixing) -> Callable[[torch.Tensor], None]:
-    """What adds a gradient that has reached the copy to the one at the owner."""
+def _giver(parameter: RemoteParameter, mixing: Mixing, began: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """What adds a gradient that has reached the copy to the one at the owner. ``began`` is called before."""
 
     def give(leaf: torch.Tensor) -> None:
+        began()
         grad, leaf.grad = leaf.grad, None
         with torch._C.DisableTorchFunctionSubclass():
             frozen = not parameter.requires_grad  # since the forward: then autograd leaves it out

@@ -277,3 +277,43 @@ def flags_of_now() -> None:
 
 def test_a_forward_here_sees_the_flags_that_it_switches():
     drive(flags_of_now)
+
+
+class CountsBack(nn.Module):
+    """Counts backwards, by a hook of its own, and computes with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.calls = nn.Linear(SIZE, SIZE), 0
+
+    def forward(self, x):
+        y = self.line(x)
+        if y.requires_grad:
+            y.register_hook(self.count)
+        return y
+
+    def count(self, grad):
+        self.calls += 1
+        return grad * (1 + 0.1 * self.calls)
+
+
+def counted(model: Any) -> Iterator[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = model(inputs(number)).square().mean()
+        loss.backward()
+        yield torch.tensor(model.part.calls)
+        optimizer.step()
+        yield loss.detach()
+        if number == 1:
+            model.part.calls = 7
+
+
+def changed_in_backward() -> None:
+    for capture in ("fx", "eager", "here"):
+        assert verdict(lambda: Net(CountsBack()), counted, capture) == "equal"
+
+
+def test_what_a_backward_changes_in_a_part_stays():
+    drive(changed_in_backward)
