@@ -116,11 +116,15 @@ def dies_with_answers_under_way(rank):
     lost = threading.Event()
     agent.current().on_peer_lost(lambda worker, error: lost.set())
     if rank == 1:
-        futures = [rpc.rpc_async("worker0", piece, (number,)) for number in range(MANY)]
-        after(3.0, (os.getpid(), signal.SIGKILL))
-        stop()
+        futures = [rpc.rpc_async("worker0", piece_when_told, (number,)) for number in range(MANY)]
+        threading.Event().wait(50)  # it is killed
         del futures
     elif rank == 2:
+        pid = rpc.rpc_sync("worker1", os.getpid)
+        eventually(lambda: rpc.rpc_sync("worker0", promises) == MANY)
+        halt(pid)
+        after(3.0, (pid, signal.SIGKILL))
+        rpc.rpc_sync("worker0", keep_promises)
         calls = 0
         while not rpc.rpc_sync("worker0", told):
             calls += 1
