@@ -37,7 +37,7 @@ SMOKE := tests/test_house.py tests/transport/contract/test_contract.py::test_wri
 smoke: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SMOKE)
 
-# Most tests wait more than they compute (for processes to start, for a limit to pass): they run five at once. Those that look at
+# Most tests wait more than they compute (for processes to start, for a limit to pass): they run four at once. Those that look at
 # times or at the memory of their process have no more than one other beside them.
 QUIET := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/transport/tcp tests/transport/tls \
 	$(addsuffix .py,$(addprefix tests/,$(addprefix rpc/gradients/test_autograd_,errors memory results) \
@@ -46,7 +46,7 @@ QUIET := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/tr
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 5 --dist loadfile tests $(addprefix --ignore=,$(QUIET)) || status=1; \
+	$(BIN)/python -m pytest -n 4 --dist loadfile tests $(addprefix --ignore=,$(QUIET)) || status=1; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(QUIET) || status=1; \
 	exit $$status
 else
