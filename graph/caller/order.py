@@ -30,8 +30,7 @@ class Order:
     @contextmanager
     def around(self, segment: Segment, micro: int = 0) -> Iterator[None]:
         """Around a segment of one micro-batch. ``NotSupported`` if it has drawn what others should have drawn before it."""
-        modules = [step.target for step in segment.instructions if step.kind == "module"]
-        if not modules:
+        if not any(step.kind == "module" for step in segment.instructions):
             yield
             return
         mark = torch_mark()
@@ -39,7 +38,7 @@ class Order:
         if torch_mark() != mark:
             if not segment.draws:
                 self._unknown = True
-                self.late.update(modules)
+                self.late.update(step.target for step in segment.instructions if step.kind == "module")
             self._drawn((micro, segment.first), (micro, segment.last), str(segment))
 
     def loss(self, micro: int) -> None:

@@ -58,32 +58,24 @@ from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_t
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
     """As ``capture``."""
     with torch.inference_mode(False), torch.enable_grad(), undrawn(), steady_flags():
-        parts = _Parts(*(part for path, part in model.named_modules() if path and whole(path)))
+        before = _attributes(*(part for path, part in model.named_modules() if path and whole(path)))
         recorder = _recorded(model, inputs, join, whole)
         if recorder.given_back:
-            parts.put_back()
+            before.restore()
             _mark_same(recorder, _recorded(model, inputs, join, whole, apart=True))
-        parts.put_back()
+        before.restore()
         effects = finish(recorder.graph, model)
         found = propagate(model, recorder.graph, inputs, recorder.constants)
         found.effects = effects
         return found
 
 
-class _Parts:
-    """Attributes of whole parts. Each run of a forward is to find the same there: parts may do otherwise in their second
-    call."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        self._before = Snapshot()
-        for module in (module for part in parts for module in part.modules()):
-            self._before.keep(vars(module), "")
-
-    def changed(self) -> bool:
-        return bool(self._before.changed())
-
-    def put_back(self) -> None:
-        self._before.restore()
+def _attributes(*parts: nn.Module) -> Snapshot:
+    """Those of whole parts. Each run of a forward is to find the same there: parts may do otherwise in their second call."""
+    before = Snapshot()
+    for module in (module for part in parts for module in part.modules()):
+        before.keep(vars(module), "")
+    return before
 
 
 def _mark_same(one: _Recorder, other: _Recorder) -> None:
@@ -367,7 +359,7 @@ class _Recorder(TorchFunctionMode):
                 with static(f"call_module {path!r}"):
                     check_arguments(f"part {path!r}", module.forward, args, kwargs)
                     registered = Registered(module)
-                    before = _Parts(module)
+                    before = _attributes(module)
                     result = self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
                     registered.check(f"part {path!r}")
                     if runs_again() and before.changed():

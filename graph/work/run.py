@@ -226,7 +226,8 @@ class Run:
     def _emit(self, name: str, tensor: torch.Tensor, route: Route, flags: int) -> None:
         if route.sends:
             header = self._header()
-            header = header._replace(flags=header.flags | flags)
+            if flags:
+                header = header._replace(flags=header.flags | flags)
             for outlet in route.sends:
                 outlet.send(header, tensor)
         if route.users:

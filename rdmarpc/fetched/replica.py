@@ -187,10 +187,8 @@ class Replica:
             self._values[id(parameter)].copy_(leaf)
         changed = self._changed()
         if changed or written:
-            self._owners.values.flush()
-            self._send(changed)
+            self._give(changed)
             self._epoch = self._owners.caller.control.epoch()
-            self.remember()
 
     def _changed(self) -> list[tuple[str, str, Any]]:
         """Attributes and buffers that are not what they were, as (path of the module, name, value)."""
@@ -222,9 +220,7 @@ class Replica:
         with aside():
             current, changed = self.current, self._changed()
             if changed:
-                self._owners.values.flush()
-                self._send(changed)
-                self.remember()
+                self._give(changed)
                 self._epoch = self._owners.caller.control.epoch() if current else None
 
     def _is_written(self, parameter: RemoteParameter) -> bool:
@@ -256,6 +252,12 @@ class Replica:
         if gone := before.keys() - now.keys():
             raise NotSupported(f"the forward deletes attribute {min(gone)!r} of {path!r}, which lives at another worker")
         return found
+
+    def _give(self, changed: list[tuple[str, str, Any]]) -> None:
+        """To the owners, which have them then."""
+        self._owners.values.flush()
+        self._send(changed)
+        self.remember()
 
     def _send(self, changed: list[tuple[str, str, Any]]) -> None:
         found: dict[str, dict[tuple[str, str], Any]] = {}
