@@ -27,6 +27,9 @@ Shapes = Sequence[Sequence[int]]
 Number = (torch.SymInt, torch.SymFloat, torch.SymBool)
 FREE = -1
 """A dimension that is not known before the step."""
+_MAX_CACHE = 16384
+"""torch remembers what every operation on fake tensors gave, for as long as the process lives. It is told to forget between traces,
+so that a program with ever new shapes does not grow."""
 
 
 def plain(number: Any) -> float:
@@ -59,7 +62,8 @@ class Sizes:
     @contextlib.contextmanager
     def under(self, mode: FakeTensorMode) -> Iterator[None]:
         """Fake tensors made and used inside have these sizes."""
-        FakeTensorMode.cache_clear()
+        if len(FakeTensorMode.cache) > _MAX_CACHE:
+            FakeTensorMode.cache_clear()
         before = mode.shape_env, mode.static_shapes
         mode.shape_env, mode.static_shapes = self._env, False
         try:
