@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from called import identity
@@ -27,3 +30,17 @@ def more_than_a_frame_counts(rank: int) -> int:
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_more_tensors_than_a_frame_counts(device: str) -> None:
     assert results(run_group(more_than_a_frame_counts, transport=device, rpc_timeout=100)) == [0, 1]
+
+
+BYTES_BESIDE_A_TENSOR = """
+import torch
+from rdmarpc.message import serialize
+values = (b"bytes", torch.ones(2), "text")
+came = serialize.load_flat(serialize.dump_flat(values), serialize.flat(values))
+assert came[0] == b"bytes" and came[1] is values[1] and came[2] == "text"
+"""
+
+
+def test_bytes_beside_a_tensor_are_compared_with_no_text() -> None:
+    """``python -bb`` makes an error of such a comparison."""
+    subprocess.run([sys.executable, "-bb", "-c", BYTES_BESIDE_A_TENSOR], check=True, timeout=100)
