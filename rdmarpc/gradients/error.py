@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from ..message import permits
@@ -39,13 +40,19 @@ def _kind(original: type) -> Any:
     return found
 
 
+def _new(kind: Any, original: type, text: str) -> Any:
+    """An error that no constructor has seen. Types that are laid out otherwise than ``RuntimeError`` (``OSError``) can be made
+    by a ``__new__`` of their own only."""
+    for base in (kind, *original.__mro__):
+        with suppress(Exception):
+            return base.__new__(kind, text)
+    return BackwardError.__new__(BackwardError, text)
+
+
 def made(original: type, text: str, state: dict[str, Any]) -> Exception:
     """The error to raise."""
     kind = _kind(original)
-    try:
-        error = kind.__new__(kind, text)
-    except Exception:
-        error = BackwardError.__new__(BackwardError, text)
+    error = _new(kind, original, text)
     error.args = (text,)
     error.__dict__.update(state)
     return error

@@ -199,7 +199,8 @@ def kinds(rank):
         assert isinstance(error, ValueError) and "the third value is odd\n" in str(error)
         error = error_of("worker1", does, [], fail_odd)
         assert isinstance(error, Odd) and error.code == 7 and "Error on Node 1: (7, 'detail')" in str(error)
-        assert "no such thing" in str(error_of("worker1", does, ["worker2"], fail_system))
+        error = error_of("worker1", does, ["worker2"], fail_system)
+        assert isinstance(error, FileNotFoundError) and isinstance(error, BackwardError) and "no such thing" in str(error)
         assert "Mute" in str(error_of("worker1", does, ["worker2"], fail_mute))
         for what, part in ((fail_unknown, "from nowhere"), (fail_exit, "SystemExit: 3")):
             error = error_of("worker1", does, ["worker2"], what)
