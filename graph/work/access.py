@@ -272,6 +272,17 @@ class Access:
 
         self._submit(drop, commands)
 
+    def unhook(self, path: str, hooks: list[tuple[str, int]], commands: int) -> None:
+        """Remove hooks of a module, each by its table and number."""
+
+        def drop() -> None:
+            tables = vars(self._root.get_submodule(path))
+            for name, number in hooks:
+                tables[name].pop(number, None)
+            self._recoded()
+
+        self._submit(drop, commands)
+
     # -- trying
 
     def probe(

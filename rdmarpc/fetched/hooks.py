@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..parts.remote_part import TABLES_OF_HOOKS, RemotePart, hooks_around
+from ..parts.remote_part import TABLES_OF_HOOKS, RemotePart, added, hooks_around
 
 
 def join(part: RemotePart, copied: nn.Module) -> None:
@@ -26,7 +26,7 @@ class _Joined(MutableMapping[Any, Any]):
         self._part, self._there, self._own = part, there, own
 
     def __iter__(self) -> Iterator[Any]:
-        there = [] if hooks_around(self._part) else list(self._there)
+        there = [] if hooks_around(self._part) else [key for key, _ in added(self._there)]
         first = self._part._place.prepended
         yield from [(key,) for key in there if key in first]
         yield from list(self._own)

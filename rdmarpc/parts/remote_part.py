@@ -6,7 +6,7 @@ import copy
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -35,15 +35,18 @@ _OURS = ("training", "_is_full_backward_hook")
 class Place:
     """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one; ``within``: it is inside of
     one, which may be so as well. ``hooked``: it came with hooks. ``prepended``: the hooks on the stand-in that come before
-    those. ``loads_itself``: something in its part takes part in ``load_state_dict``, which is under way while there is a
-    ``loading``. ``fixed``: attributes that a class of torch never changes by itself; ``unread``: those of such a class that can
-    be changed inside (the keys of a ``ParameterDict``), until one is read. They are compared before each step from then on."""
+    those. ``came``: the tables of those that it came with, from which handles remove them. ``loads_itself``: something in its
+    part takes part in ``load_state_dict``, which is under way while there is a ``loading``. ``fixed``: attributes that a class
+    of torch never changes by itself; ``unread``: those of such a class that can be changed inside (the keys of a
+    ``ParameterDict``), until one is read. They are compared before each step from then on."""
 
     def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> None:
         self.owners, self.worker, self.path, self.top = owners, worker, path, top
         self.within, self.prepended, self.loads_itself = False, set[int](), False
         self.loading: Loading | None = None
-        self.hooked = any(vars(original)[name] for name in TABLES_OF_HOOKS)
+        tables = {name: vars(original)[name] for name in TABLES_OF_HOOKS}
+        self.hooked = any(tables.values())
+        self.came = tables if self.hooked else {}
         self.kind = type(original)
         self.entries = entries_of(original)
         own = {name: value for name, value in vars(original).items() if name not in INTERNAL}
@@ -265,7 +268,7 @@ def copy_hooks(part: RemotePart, copied: nn.Module, memo: dict[int, Any]) -> Non
     """Give the copy of a module copies of the hooks on its stand-in, in the order that they have in one module."""
     first = part._place.prepended
     for name in TABLES_OF_HOOKS:
-        there, own = copy.deepcopy(vars(part)[name], memo), vars(copied)[name]
+        there, own = copy.deepcopy(dict(added(vars(part)[name])), memo), vars(copied)[name]
         if there.keys() & own.keys():
             raise part._place.refusal("its hooks have the numbers of hooks here, so they cannot be copied together")
         before = {key: hook for key, hook in there.items() if key in first}
@@ -276,6 +279,44 @@ def copy_hooks(part: RemotePart, copied: nn.Module, memo: dict[int, Any]) -> Non
 def tables_inside(part: RemotePart) -> list[Any]:
     """The tables of hooks on stand-ins inside of one."""
     return [vars(module)[name] for module in part.modules() if module is not part for name in (*HOOKS, *GRADIENT_HOOKS)]
+
+
+class AddedHooks(OrderedDict[int, Any]):
+    """Hooks that were set on a stand-in whose original came with some: those are not here, so a list would lack them.
+    ``nn.Module`` sets and removes hooks; what looks for one (``remove_weight_norm``, ``prune.is_pruned``) lists them."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def _refuse(self) -> NoReturn:
+        raise self._place.refusal(
+            "it came with hooks, which are not here to be listed",
+            "list or remove them (remove_weight_norm, prune.remove) before wrap(); handle.remove() works here, too",
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        self._refuse()
+
+    def __reversed__(self) -> Iterator[int]:
+        self._refuse()
+
+    def keys(self) -> Any:
+        self._refuse()
+
+    def values(self) -> Any:
+        self._refuse()
+
+    def items(self) -> Any:
+        self._refuse()
+
+    def clear(self) -> None:
+        self._refuse()
+
+
+def added(table: dict[int, Any]) -> Any:
+    """The items of a table of hooks of a stand-in."""
+    return OrderedDict.items(table)  # type: ignore[arg-type]
 
 
 def has_hooks(part: RemotePart) -> bool:
@@ -331,6 +372,7 @@ def new_part(original: nn.Module, owners: Owners, worker: str, path: str, top: b
 
     own = {name: Table({}, refuse) for name in ("_parameters", "_buffers", "_modules")}
     vars(part).update(own, training=original.training, _place=place, _version=original._version)
+    vars(part).update({name: AddedHooks(place) for name in place.came})
     vars(part)["_is_full_backward_hook"] = original._is_full_backward_hook
     vars(part)["_non_persistent_buffers_set"] = set(original._non_persistent_buffers_set)
     for name in vars(original):

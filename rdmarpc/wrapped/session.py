@@ -119,6 +119,11 @@ class Session:
         agent, places = self.agent, self.places
         place_here(net, places)
         self.stand_in, made = stand_ins(net, self, places)
+        self.settings.hooked = [
+            (m._place, {name: set(table) for name, table in m._place.came.items()})
+            for m in self.stand_in.modules()
+            if isinstance(m, RemotePart) and m._place.hooked
+        ]
         self.here = Here(self, self.stand_in, self.originals)
         self.settings.copies = self.here.copy_of
         self.settings.changed = self.here.changed
@@ -375,7 +380,7 @@ class Session:
             self._close_parts()
 
 
-_CHANGING = ("delete", "call", "compile", "load_all")
+_CHANGING = ("delete", "call", "compile", "load_all", "unhook")
 """Methods of ``Access`` that change more of a part than its tensors, besides ``write``."""
 
 

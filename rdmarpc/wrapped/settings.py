@@ -20,6 +20,7 @@ from ..graph.guards.side_effects import code_in
 from ..graph.trace.capture import mode_of
 from ..graph.work.access import AS_IT_CAME, CHANGED, INTERNAL, MISSING, PLAIN, TENSOR
 from ..parts.parameter import Where
+from ..parts.remote_part import Place
 from ..transport import NotSupported
 
 
@@ -39,6 +40,8 @@ class Settings:
         """Around a change of an attribute: gives the copy that a forward computes with here, which is to change too."""
         self.here: Callable[[], Iterable[nn.Module]] = lambda: ()
         """The modules whose attributes are here."""
+        self.hooked: list[tuple[Place, dict[str, set[int]]]] = []
+        """The modules that came with hooks, and the numbers of those that are there, by table."""
         self._ask, self._shape, self._moment, self._recoded = ask, shape, moment, recoded
         self._numbers: dict[Hashable, int] = {frozenset(): 0}
         self._set: dict[Where, Hashable] = {}
@@ -71,7 +74,9 @@ class Settings:
                 del self._watched[number]
 
     def push(self) -> None:
-        """Before a step: tell the owners what was changed here inside of values that they have too."""
+        """Before a step: tell the owners what was changed here inside of values that they have too, and the hooks that modules
+        came with and that were removed here."""
+        self._unhook()
         if self._fresh:
             self._join()
         changed = [places for kept, places in self._watched.values() if not kept.holds()]
@@ -89,6 +94,19 @@ class Settings:
         for places in changed:
             value = self._shared[places[0]]
             self._watched[id(value)] = Kept(value), places
+
+    def _unhook(self) -> None:
+        for place, known in self.hooked:
+            gone = [(name, number) for name, numbers in known.items() for number in numbers - place.came[name].keys()]
+            if not gone:
+                continue
+            self._ask(place.worker, "unhook", place.path, gone)
+            tables = vars(self._shape.get_submodule(place.path))
+            for name, number in gone:
+                known[name].discard(number)
+                tables[name].pop(number, None)
+            left = frozenset((name, number) for name, numbers in known.items() for number in numbers)
+            self._count((place.worker, place.path, "its hooks"), left)
 
     def _join(self) -> None:
         """Tell the owners which of these values, or what is inside of them, modules here or parts at other workers have, too:

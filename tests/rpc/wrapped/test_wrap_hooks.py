@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_wrap import batches, both, drive
 from torch import nn
+from torch.nn.utils import prune
 from twins import train_both
 
 import rdmarpc as rpc
@@ -342,3 +343,66 @@ def moved() -> None:
 
 def test_hooks_stay_when_a_worker_is_replaced():
     drive(moved, 3)
+
+
+class Removable(Hooked):
+    """Has the handles of hooks on a part, and on a module inside of it, from before ``wrap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part.drop.p = 0.0  # it draws where the part is
+        outer = self.part.register_forward_hook(halved), self.part.a.register_forward_pre_hook(tripled)
+        self.handles = [*outer, self.head.register_forward_hook(with_arguments, with_kwargs=True)]
+
+
+def with_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+    return output + args[0].mean()
+
+
+def removed(how: str) -> None:
+    def losses(network: Any) -> list[float]:
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        found = []
+        for number, (x, y) in enumerate(batches(7, 6, 20)):
+            if number in (2, 3, 5):
+                network.handles.pop().remove()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(network(x), y)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(1)
+    expected = losses(Removable())
+    torch.manual_seed(1)
+    model = rpc.wrap(Removable(), PLACEMENT, capture=how)
+    assert losses(model) == expected
+    model.close()
+
+
+@pytest.mark.parametrize("how", ["auto", "eager", "here"])
+def test_hooks_that_a_part_came_with_are_removed_by_their_handles(how):
+    drive(partial(removed, how))
+
+
+def listed() -> None:
+    net = Net()
+    nn.utils.weight_norm(net.part.a)
+    prune.l1_unstructured(net.head[0], "weight", 0.5)
+    model = rpc.wrap(net, PLACEMENT)
+    for look in (
+        lambda: nn.utils.remove_weight_norm(model.part.a),
+        lambda: prune.is_pruned(model),
+        lambda: prune.remove(model.head[0], "weight"),
+        lambda: model.head[0]._forward_pre_hooks.clear(),
+        lambda: list(model.head[0]._forward_pre_hooks),
+    ):
+        with pytest.raises(rpc.NotSupported, match="it came with hooks, which are not here to be listed"):
+            look()
+    model(DATA[0][0]).sum().backward()
+    model.close()
+
+
+def test_hooks_that_a_part_came_with_are_not_listed_here():
+    drive(listed)
