@@ -310,6 +310,17 @@ def _listed(names: object) -> str:
     return ", ".join(map(repr, names))  # type: ignore[call-overload]
 
 
+def check_hooked(net: nn.Module, places: Places) -> None:
+    """``NotSupported`` for a parameter that is to move and has hooks, which copies lose; its gradient is summed elsewhere."""
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        moves = places.owner(name) != places.caller or any(name.startswith(f"{path}.") for path in places.replicated)
+        if moves and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise NotSupported(
+                f"parameter {name!r} is to move to worker {places.owner(name)!r}, where the hooks on it would not run",
+                hint="change its gradient after backward() (p.grad.mul_(mask)), use hooks of modules, or leave it here",
+            )
+
+
 def check_copied(net: nn.Module) -> None:
     """``NotSupported`` for a module with attributes that a copy of it would not have, and for a wrapped or served model."""
     for name, parameter in net.named_parameters():

@@ -19,7 +19,7 @@ from ..graph.trace import values
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
 from ..parts.compiled import is_compiled
-from ..parts.placing import check_copied, resolve
+from ..parts.placing import check_copied, check_hooked, resolve
 from ..parts.remote_part import RemotePart, given
 from ..parts.stand_in import Shell
 from ..transport import NotSupported, timeouts
@@ -125,6 +125,7 @@ def wrap(
         warnings.warn("wrap() takes torch.compile off the model as a whole; compile its parts instead", stacklevel=2)
     places = resolve(net, placement, agent.name, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     check_copied(net)
+    check_hooked(net, places)
     for device in {device for path, device in places.devices.items() if places.homes[path] == agent.name}:
         find(named(device))
     if staging not in ("traced", "always"):

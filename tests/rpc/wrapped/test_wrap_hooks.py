@@ -406,3 +406,34 @@ def listed() -> None:
 
 def test_hooks_that_a_part_came_with_are_not_listed_here():
     drive(listed)
+
+
+def doubled(grad: torch.Tensor) -> torch.Tensor:
+    return grad * 2
+
+
+def of_parameters() -> None:
+    net = Net()
+    here = net.body.weight.register_hook(doubled)  # it stays
+    moving = net.part.a.weight.register_hook(doubled)
+    with pytest.raises(rpc.NotSupported, match=r"'part.a.weight' is to move to worker 'worker1', where the hooks on it"):
+        rpc.wrap(net, PLACEMENT)
+    moving.remove()
+    moving = net.head[0].bias.register_post_accumulate_grad_hook(print)
+    with pytest.raises(rpc.NotSupported, match=r"'head.0.bias' is to move to worker 'worker1', where the hooks on it"):
+        rpc.wrap(net, {"head": ["worker0", "worker1"]})
+    moving.remove()
+    model = rpc.wrap(net, PLACEMENT)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(DATA[0][0]).sum().backward()
+        found.append(model.body.weight.grad.clone())
+        here.remove()
+    assert torch.equal(found[0], found[1] * 2)
+    model.close()
+
+
+def test_parameters_that_came_with_hooks_do_not_move():
+    drive(of_parameters)
