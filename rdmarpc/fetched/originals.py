@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..graph.trace.values import leaves_of
 from ..graph.trace.watch import Beyond
+from ..parts.parameter import RemoteParameter
 from ..transport import NotSupported
 
 _HINT = "look it up in the forward, by the names of the model's modules: self.part"
@@ -66,7 +67,8 @@ class Originals:
                 )
 
     def check_graph(self, result: Any, given: Any) -> None:
-        """``check`` for what gradients of a forward's result would come to, but through what it was given."""
+        """``check`` for what gradients of a forward's result would come to, but through what it was given; none come to what
+        stands for a parameter."""
         if not torch.is_grad_enabled():
             return
         nodes, left = set(_functions(given)), _functions(result)
@@ -76,6 +78,13 @@ class Originals:
                 continue
             nodes.add(node)
             variable = getattr(node, "variable", None)
+            if isinstance(variable, RemoteParameter):
+                raise NotSupported(
+                    f"parameter {variable.path!r} lives on worker {variable.worker!r}: the forward gives it to an autograd "
+                    "function, whose gradient would not reach it",
+                    peer=variable.worker,
+                    hint="place a module that calls the function itself, as one part",
+                )
             if isinstance(variable, torch.Tensor):
                 self.check([variable])
             left += [below for below, _ in node.next_functions]

@@ -287,3 +287,36 @@ def written(kind: type[Net], width: int) -> None:
 @pytest.mark.parametrize("kind", [Scales, Sets])
 def test_micro_batches_write_into_inputs_as_one_process_does(kind, width):
     drive(partial(written, kind, width))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight.sum(), (grad * x).sum().expand_as(weight)
+
+
+class Gives(Net):
+    """Its forward gives a part's weight to an autograd function, as adjoint methods do."""
+
+    def forward(self, x):
+        return self.head(Scaled.apply(self.body(self.stem(x)), self.body.weight))
+
+
+def given_to_functions() -> None:
+    for how in ("eager", "here"):
+        model = rpc.wrap(Gives(), {"body": "worker1"}, capture=how)
+        with pytest.raises(rpc.NotSupported, match=r"'body\.weight' .*: the forward gives it to an autograd function"):
+            model(torch.randn(2, 8))
+        with torch.no_grad():
+            model(torch.randn(2, 8))
+        model.close()
+
+
+def test_a_parameter_that_is_given_to_an_autograd_function_is_refused_by_name():
+    drive(given_to_functions)
