@@ -114,6 +114,7 @@ class Caller:
                 raise
             if not run.grad:
                 run.finished = True
+                self.ledger.ended(run.sequence)
             self.steps += 1
             return result
 

@@ -33,6 +33,8 @@ class Ledger:
         self.sequence = 0
         self._done: dict[int, set[str]] = {}
         self._errors: dict[int, Exception] = {}
+        self._open: set[int] = set()
+        """The forwards that have not ended."""
         self._fatal: Exception | None = None
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._abandoned: deque[Abandoned] = deque()
@@ -40,7 +42,13 @@ class Ledger:
     def reserve(self, count: int) -> int:
         """The first of so many consecutive sequences."""
         self.sequence += count
-        return self.sequence - count + 1
+        first = self.sequence - count + 1
+        self._open.update(range(first, first + count))
+        return first
+
+    def ended(self, sequence: int) -> None:
+        """Nothing more is to come for this forward: it has no backward, or was never begun."""
+        self._open.discard(sequence)
 
     # -- what workers report
 
@@ -71,15 +79,15 @@ class Ledger:
 
     def forget_done(self, sequence: int) -> None:
         self._done.pop(sequence, None)
+        self._open.discard(sequence)
 
     def raise_errors(self, sequences: Iterable[int] = ()) -> None:
-        """What workers have reported about these forwards, or about all."""
+        """What workers have reported about these forwards, about all, or about forwards that had ended here."""
         if self._fatal is not None:
             raise fresh(self._fatal)
-        if self._errors:
-            for number in (*sequences, 0):
-                if number in self._errors:
-                    raise self._errors.pop(number)
+        for number in (*sequences, *self._errors.keys() - self._open) if self._errors else ():
+            if number in self._errors:
+                raise self._errors.pop(number)
 
     # -- what is given up
 
@@ -94,6 +102,7 @@ class Ledger:
             plan.pending.discard(sequence)
             self._done.pop(sequence, None)
             self._errors.pop(sequence, None)
+            self._open.discard(sequence)
             self._dropped[sequence] = None
             if len(self._dropped) > _DROPPED:
                 self._dropped.popitem(last=False)

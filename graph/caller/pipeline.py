@@ -224,6 +224,8 @@ class Pipeline:
         # One that has not begun goes along, so that workers hear of the end where all that had begun was finished.
         for index in range(self._finished, min(self._begun + 1, len(self.parts))):
             self._ledger.abandon(self.parts[index].plan, self._first + index, self._zeroed)
+        for index in range(self._begun + 1, len(self.parts)):
+            self._ledger.ended(self._first + index)
         for chunk in self._chunks.values():
             chunk.drop()
         self._agenda.clear()

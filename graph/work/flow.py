@@ -157,6 +157,9 @@ class Flow:
             if not value.trigger:
                 # What is made here and read here once more lies here only: what its maker still needs of it, autograd checks.
                 shared = len(route.users) > 1 or (route.producer is not None and bool(route.sends))
+                # The capture saw nobody write into it: a part that does so now would write into its worker's copy alone.
+                elsewhere = len(value.consumers) > 1 or value.returned or name in self.graph.inputs
+                shared = shared or (route.producer is None and elsewhere and not value.written)
                 number = duty.segment.number
                 gives = number in value.order
                 source = (number if value.carried else value.order.index(number), 0) if gives else (0, 0)

@@ -162,6 +162,9 @@ class Run:
             env, watched = self._take_inputs(duty, grad)
             given = list(env.items()) if self.flow.numbers else []
 
+            # Without a backward nobody waits for a report of what is found below, so nothing leaves before it is looked for.
+            held: list[tuple[str, torch.Tensor, Route, int]] = []
+
             def produced(name: str, tensor: torch.Tensor) -> None:
                 route = duty.outputs.get(name)
                 if route is not None:
@@ -174,23 +177,25 @@ class Run:
                     watched.append((name, tensor, tensor._version))
                     if production is not None:
                         production.made(name, tensor)
-                    self._emit(name, tensor, route, _given_back(tensor, given, self.flow.numbers) if given else 0)
+                    flags = _given_back(tensor, given, self.flow.numbers) if given else 0
+                    if grad:
+                        self._emit(name, tensor, route, flags)
+                    else:
+                        held.append((name, tensor, route, flags))
 
             production = self.flow.production(duty, self.mode, grad)
             self._given(duty, env, produced)
-            if production is None:
-                self.machine.run(duty.segment.instructions, env, produced)
-            else:
-                try:
+            try:
+                if production is None:
+                    self.machine.run(duty.segment.instructions, env, produced)
+                else:
                     self.machine.run(duty.segment.instructions, env, produced, production.around)
-                finally:
+                _check_unwritten(watched, duty)
+                for output in held:
+                    self._emit(*output)
+            finally:
+                if production is not None:
                     production.finish()
-        for name, tensor, version in watched:
-            if tensor._version != version:
-                raise NotSupported(
-                    f"{name} is written in place by {duty.segment}, and used elsewhere too",
-                    hint="use operations that make a new tensor there, for example ReLU(inplace=False)",
-                )
         if grad:
             self._outputs[duty.at] = outputs
         if hooks != hooks_made():
@@ -442,6 +447,15 @@ class Run:
                 deliver(grad)
 
         return deliver_alone
+
+
+def _check_unwritten(watched: Watched, duty: Duty) -> None:
+    for name, tensor, version in watched:
+        if tensor._version != version:
+            raise NotSupported(
+                f"{name} is written in place by {duty.segment}, and used elsewhere too",
+                hint="use operations that make a new tensor there, for example ReLU(inplace=False)",
+            )
 
 
 def _given_back(tensor: torch.Tensor, given: list[tuple[str, Any]], numbers: Mapping[str, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -165,3 +166,59 @@ def test_writes_in_place():
 
 def test_buffers_that_parts_write():
     drive(statistics, timeout=250.0)
+
+
+class WritesLate(nn.Module):
+    """Writes into its input from the third call on: no capture of parts as they are sees that."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x.add_(1) if self.calls > 2 else x + 1
+
+
+class FailsLate(nn.Module):
+    """Its result is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2:
+            time.sleep(0.3)  # when the caller has all that it waits for
+            raise ValueError("the third call")
+        return x + 1
+
+
+class Two(nn.Module):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.line, self.other = nn.Linear(4, 4), other
+
+    def forward(self, x):
+        y = self.line(x)
+        z = self.other(y)
+        return (y, z) if isinstance(self.other, WritesLate) else y
+
+
+def found_without_a_backward():
+    for other, kind, text in ((WritesLate(), rpc.NotSupported, "written in place"), (FailsLate(), ValueError, "the third call")):
+        model = rpc.wrap(Two(other), {"line": "worker1", "other": "worker2"}, capture="fx", timeout=20.0)
+        done = 0
+        with torch.no_grad(), pytest.raises(kind, match=text):
+            for _ in range(4):
+                model(torch.ones(2, 4))
+                done += 1
+                time.sleep(0.5)
+        assert done == 2 if isinstance(other, WritesLate) else done in (2, 3), done
+        model.close()
+
+
+def test_what_is_found_without_a_backward_is_not_lost():
+    """Of writes before anybody has what was written; of a part that nobody waits for when the model is used next."""
+    drive(found_without_a_backward, 3)
