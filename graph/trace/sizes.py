@@ -28,8 +28,8 @@ Number = (torch.SymInt, torch.SymFloat, torch.SymBool)
 FREE = -1
 """A dimension that is not known before the step."""
 _MAX_CACHE = 16384
-"""torch remembers what every operation on fake tensors gave, for as long as the process lives. It is told to forget between traces,
-so that a program with ever new shapes does not grow."""
+"""torch remembers what every operation on fake tensors gave, for as long as the process lives. From so many on it is told to
+forget, so that a program with ever new shapes does not grow."""
 
 
 def plain(number: Any) -> float:

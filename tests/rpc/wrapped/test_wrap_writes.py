@@ -207,7 +207,8 @@ class Two(nn.Module):
 
 
 def found_without_a_backward():
-    for other, kind, text in ((WritesLate(), rpc.NotSupported, "written in place"), (FailsLate(), ValueError, "the third call")):
+    writes, fails = (WritesLate(), rpc.NotSupported, "written in place"), (FailsLate(), ValueError, "the third call")
+    for other, kind, text in (writes, fails):
         model = rpc.wrap(Two(other), {"line": "worker1", "other": "worker2"}, capture="fx", timeout=20.0)
         done = 0
         with torch.no_grad(), pytest.raises(kind, match=text):
