@@ -35,6 +35,7 @@ from .order import Order
 from .pipeline import Part, Pipeline
 from .plans import Ask, Plans
 from .stage import Cross, Forward, Plan, cross_apart
+from .written import Written
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 class Caller:
     """``parameters`` counts the parameters that live at each worker; ``machine`` runs the caller's own segments. ``depth``:
     forwards that may wait for their backward; ``timeout``: seconds that one wait may take; ``plans``: how many are kept;
-    ``staging``, ``reaching``: see ``Placement``."""
+    ``staging``, ``reaching``: see ``Placement``; ``keeps``: see ``Written``."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Caller:
         plans: int = 16,
         staging: bool = False,
         reaching: frozenset[str] = frozenset(),
+        keeps: Callable[[str], bool] = lambda path: True,
     ) -> None:
         self.depth, self.timeout = depth, timeout
         self.station = Station(name, device, channels, timeout)
@@ -67,6 +69,7 @@ class Caller:
         self.steps = 0
         self.machine = machine
         self.order = Order()
+        self._ask, self._written = ask, Written(keeps, self._kept)
         self._pipeline: Pipeline | None = None
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._lock = threading.RLock()
@@ -136,7 +139,17 @@ class Caller:
                 self._make_sure(part.plan, 1)
             zeroed = self.control.begin_backward(parts[0].plan, mode)
             self._pipeline = Pipeline(
-                self.ledger, self.station, self.machine, self.order, self.timeout, parts, mode, zeroed, interleaved, split
+                self.ledger,
+                self.station,
+                self.machine,
+                self.order,
+                self._written,
+                self.timeout,
+                parts,
+                mode,
+                zeroed,
+                interleaved,
+                split,
             )
             try:
                 self._pipeline.run()
@@ -149,6 +162,7 @@ class Caller:
         if self._pipeline is not None:
             raise RdmaError("the model is called by the loss function of its own forward_backward")
         self.control.ready()
+        self._written.check()
         if len(plan.pending) >= most:
             self.control.ready(drain=True)
             gc.collect()  # a dropped graph may hang in a circle of references
@@ -160,6 +174,12 @@ class Caller:
                 hint="call backward() or drop the outputs of earlier forwards, use torch.no_grad() for evaluation, or wrap "
                 "with a larger depth",
             )
+
+    def _kept(self, sequences: list[int]) -> list[tuple[int, str]]:
+        """What parts keep of these forwards (``Written``)."""
+        commands = self.control.sync()
+        answers = self._ask("kept", dict.fromkeys(self.control.begun, (sequences, commands)))
+        return [found for answer in answers.values() for found in answer]
 
     def _run(self, run: Forward, store: dict[str, Any]) -> Any:
         plan, token = run.plan, self._anchor
@@ -193,6 +213,7 @@ class Caller:
         finally:
             if production is not None:
                 production.finish()
+        self._written.take(plan, run.sequence, store)
         return fill(plan.graph.output, store)
 
     # -- what lands

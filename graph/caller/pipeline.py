@@ -32,27 +32,38 @@ from ..work.tasks import Agenda, Batch, Task
 from .ledger import Ledger
 from .order import Order
 from .stage import Plan
+from .written import Written
 
 
 class Part(NamedTuple):
     """One micro-batch as it is asked for: the model's tensor inputs, and what gives the loss (a scalar) of its output. Inputs
-    that require gradients are leaves."""
+    that require gradients are leaves. ``whole``: what the program has of each, of which it is a piece."""
 
     plan: Plan
     tensors: Sequence[torch.Tensor]
     loss: Callable[[Any], torch.Tensor]
+    whole: Sequence[torch.Tensor]
 
 
 class Chunk(Run):
     """The caller's segments of one micro-batch."""
 
     def __init__(
-        self, part: Part, header: Header, machine: Machine, order: Order, station: Station, agenda: Agenda, batch: Batch
+        self,
+        part: Part,
+        header: Header,
+        machine: Machine,
+        order: Order,
+        written: Written,
+        station: Station,
+        agenda: Agenda,
+        batch: Batch,
     ) -> None:
         super().__init__(part.plan.flow, header, machine, agenda, batch)
         self.plan = part.plan
         self._tensors = dict(zip(part.plan.graph.inputs, part.tensors))
-        self._loss, self._station, self._order = part.loss, station, order
+        self._whole = dict(zip(part.plan.graph.inputs, part.whole))
+        self._loss, self._station, self._order, self._written = part.loss, station, order, written
         self._root: torch.Tensor | None = None
         agenda.add(Task(self, self.flow.duties[0], False, self.commands))
 
@@ -60,6 +71,7 @@ class Chunk(Run):
         with self._order.around(duty.segment, self.micro.number):
             env = super().forward(duty)
         if duty is self.flow.duties[-1]:
+            self._written.take(self.plan, self.sequence, env)
             hooks, mark = hooks_made(), torch_mark()
             self._root = self._loss(fill(self.flow.graph.output, env))
             if torch_mark() != mark:
@@ -74,6 +86,8 @@ class Chunk(Run):
             return
         for route in self.flow.triggers:
             self._emit_trigger(route)
+        self._written.take(self.plan, self.sequence, self._whole)
+        self._whole.clear()
         env.update(self._tensors)
         for name, tensor in self._tensors.items():
             produced(name, tensor)
@@ -102,6 +116,7 @@ class Chunk(Run):
     def drop(self) -> None:
         super().drop()
         self._tensors.clear()
+        self._whole.clear()
         self._root = None
 
 
@@ -117,6 +132,7 @@ class Pipeline:
         station: Station,
         machine: Machine,
         order: Order,
+        written: Written,
         timeout: float,
         parts: Sequence[Part],
         mode: int,
@@ -126,6 +142,7 @@ class Pipeline:
     ) -> None:
         self.parts, self.mode = parts, mode
         self._ledger, self._station, self._machine, self._order, self._timeout = ledger, station, machine, order, timeout
+        self._written = written
         plan = parts[0].plan
         self._window = plan.levels
         self._everybody, self._sinks = set(plan.participants), plan.sinks
@@ -184,7 +201,7 @@ class Pipeline:
             place = MicroBatch(index, len(self.parts), self._window, self._interleaved, self._split).pack()
             header = Header.activation(sequence, True, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
-                self.parts[index], header, self._machine, self._order, self._station, self._agenda, self._batch
+                self.parts[index], header, self._machine, self._order, self._written, self._station, self._agenda, self._batch
             )
             if index == 0 and self._zeroed:
                 chunk.clear = True

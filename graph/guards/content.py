@@ -24,6 +24,8 @@ from torch import nn
 from ...transport import NotSupported
 
 _OBJECTS, _ITEMS, _BYTES = 10_000, 20_000, 1 << 16
+_DEPTH = 3
+_BARE = frozenset([bool, int, float, str, type(None)])
 
 
 class _Missing:
@@ -79,6 +81,37 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, types.MappingProxyType):
         return [*value.items()]
     return [*(OrderedDict if isinstance(value, OrderedDict) else dict).items(value)]
+
+
+def held(part: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a part has in parameters, buffers and attributes, also within containers and objects of the user's."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    for module in part.modules():
+        for value in vars(module).values():
+            _add_held(value, _DEPTH, found, seen)
+    return found
+
+
+def _add_held(value: Any, depth: int, found: list[torch.Tensor], seen: set[int]) -> None:
+    kind = type(value)
+    if kind in _BARE:
+        return
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif not depth or isinstance(value, (nn.Module, *_ATOMS)):
+        return
+    elif isinstance(value, (dict, types.MappingProxyType)):
+        for _, item in pairs_of(value):
+            _add_held(item, depth - 1, found, seen)
+    elif isinstance(value, _CONTAINERS):
+        for item in items_of(value):
+            _add_held(item, depth - 1, found, seen)
+    elif id(value) not in seen and not foreign(kind.__module__):
+        seen.add(id(value))
+        for fields in fields_of(value):
+            for item in fields.values():
+                _add_held(item, depth - 1, found, seen)
 
 
 def foreign(module: str | None) -> bool:

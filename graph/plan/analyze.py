@@ -24,7 +24,7 @@ from ..trace.devices import CPU, named
 from ..trace.sites import Site, label_of
 from ..trace.sizes import Number, plain
 from ..trace.values import After, Built, cannot_cross, described, encode, flatten, key, leaves_of, mutable, pick, sparse
-from ..trace.writes import check_seen, scattered
+from ..trace.writes import check_kept, check_seen, scattered
 from .draws import Draws
 from .graph import TransferGraph, Value
 from .located import Located, Pair
@@ -454,6 +454,7 @@ class _Analysis:
                 for name in segment.outputs
             )
         graph = TransferGraph(self.caller, segments, values, inputs, plainly(output), self.capture.constants)
+        check_kept(self.capture.writes, self.where)
         graph.scattered = scattered(self.capture.graph, self.capture.values, self.capture.writes, self.where)
         graph.drawn, graph.draws = list(self.draws.elsewhere), self.draws.segments()
         put_in_order(graph, self.readers.reads)

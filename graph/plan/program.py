@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,15 +241,18 @@ def _followed(step: Instruction, module: Callable[..., Any], args: Any, kwargs: 
 
 
 class Machine:
-    """Runs instructions against the modules and attributes of one worker, which has these ``parameters``."""
+    """Runs instructions against the modules and attributes of one worker, which has these ``parameters``. ``note`` is told of
+    the tensors of a forward that the caller has too, by name; ``keeps``: whether a module here has kept the memory of one."""
 
     def __init__(
         self,
         module: Callable[[str], Callable[..., Any]],
         attribute: Callable[[str], Any],
         parameters: Sequence[torch.Tensor] = (),
+        note: Callable[[int, Iterable[tuple[str, torch.Tensor]]], None] = lambda sequence, tensors: None,
+        keeps: Callable[[torch.Tensor], bool] = lambda tensor: False,
     ) -> None:
-        self._module, self.attribute, self.parameters = module, attribute, parameters
+        self._module, self.attribute, self.parameters, self.note, self.keeps = module, attribute, parameters, note, keeps
         self._functions: dict[str, Callable[..., Any]] = {}
         self._trees: dict[str, Any] = {}
 

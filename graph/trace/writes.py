@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
-from ..guards.content import foreign, items_of, pairs_of
+from ..guards.content import foreign, held
 from .values import leaves_of, tensors_of
 
 
@@ -93,23 +93,36 @@ Place = tuple[str, int]
 @dataclass(frozen=True, slots=True)
 class Write:
     """An operation that writes into a storage (``storage_of``) in place. ``modules``: calls of whole modules that have a tensor
-    there themselves, if it is not such a call that writes."""
+    there themselves, if it is not such a call that writes. ``keepers``: calls of other whole modules that have kept it in an
+    attribute."""
 
     node: fx.Node
     storage: int
     modules: tuple[fx.Node, ...] = ()
+    keepers: tuple[fx.Node, ...] = ()
 
 
 def with_modules(writes: Sequence[Write], graph: fx.Graph, model: nn.Module) -> list[Write]:
-    """These writes with their ``modules``."""
-    alone = {write.storage for write in writes if write.node.op != "call_module"}
+    """These writes with their ``modules`` and ``keepers``."""
+    written = {write.storage for write in writes}
     calls: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes if alone else ():
+    keepers: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes if written else ():
         if node.op == "call_module":
             module = model.get_submodule(str(node.target))
-            for storage in alone & {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}:
+            registered = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+            for storage in written & registered:
                 calls.setdefault(storage, []).append(node)
-    return [w if w.node.op == "call_module" else replace(w, modules=tuple(calls.get(w.storage, ()))) for w in writes]
+            for storage in written.intersection(map(storage_of, held(module))) - registered:
+                keepers.setdefault(storage, []).append(node)
+    return [
+        replace(
+            write,
+            modules=() if write.node.op == "call_module" else tuple(calls.get(write.storage, ())),
+            keepers=tuple(node for node in keepers.get(write.storage, ()) if node.target != write.node.target),
+        )
+        for write in writes
+    ]
 
 
 @contextlib.contextmanager
@@ -227,7 +240,7 @@ def aliases(given: Sequence[Any], result: Sequence[Any], part: nn.Module) -> lis
     """Of the leaves of a call's result those that have the memory of a tensor which it was given, or which the part keeps, as
     (number of the leaf, number of that tensor among ``tensors_of`` what was given or ``OWN``, whether they are one object)."""
     tensors = tensors_of(given)
-    own = {storage_of(tensor) for module in part.modules() for tensor in _kept(vars(module), 3)}
+    own = set(map(storage_of, held(part)))
     found = []
     for at, leaf in enumerate(result):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
@@ -238,15 +251,6 @@ def aliases(given: Sequence[Any], result: Sequence[Any], part: nn.Module) -> lis
             elif storage_of(leaf) in own:
                 found.append((at, OWN, False))
     return found
-
-
-def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists and dicts, whatever methods these have."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, (dict, list, tuple)):
-        for item in (item for _, item in pairs_of(value)) if isinstance(value, dict) else items_of(value):
-            yield from _kept(item, depth - 1)
 
 
 def calls_itself(part: nn.Module) -> bool:
@@ -264,6 +268,17 @@ def scattered(graph: fx.Graph, values: Mapping[fx.Node, Any], writes: Sequence[W
         if node.op == "get_attr" and isinstance(values.get(node), torch.Tensor) and storage_of(values[node]) in found:
             found[storage_of(values[node])].update(where[user] for user in node.users if user in where)
     return next((_named(write.node) for write in writes if len(found[write.storage]) > 1), "")
+
+
+def check_kept(writes: Sequence[Write], where: Mapping[fx.Node, Place]) -> None:
+    """Refuse a write into what a part at another worker keeps: it would keep it as it was."""
+    for write in writes:
+        for keeper in write.keepers:
+            if write.node in where and keeper in where and where[write.node][0] != where[keeper][0]:
+                raise NotSupported(
+                    f"{_named(write.node)} writes into memory that {_named(keeper)} keeps at another worker",
+                    hint="write into a copy (x.clone()), or let the part keep one",
+                )
 
 
 def _used_again(write: fx.Node, reader: fx.Node) -> NotSupported:

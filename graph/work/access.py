@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ...transport import NotSupported, RdmaError
+from ..edges.kept_memory import KeptMemory
 from ..guards.flags import flags
 from ..guards.generators import torch_mark
 from ..guards.kept import Kept, plain
@@ -51,8 +52,10 @@ class Access:
         use_mode: Callable[[int], None],
         recoded: Callable[[], None],
         gpu: torch.device | None,
+        memory: KeptMemory,
     ) -> None:
         self._root, self._submit, self._use_mode, self._recoded, self._gpu = root, submit, use_mode, recoded, gpu
+        self._memory = memory
         self._kept: dict[tuple[str, str], Kept] = {}
         self._common: set[tuple[str, str]] = set()
         self._held: dict[int, tuple[str, Kept]] = {}
@@ -282,6 +285,10 @@ class Access:
             self._recoded()
 
         self._submit(drop, commands)
+
+    def kept(self, sequences: list[int], commands: int) -> list[tuple[int, str]]:
+        """See ``KeptMemory.kept``."""
+        return self._submit(lambda: self._memory.kept(sequences), commands)
 
     # -- trying
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,15 @@ class Duty:
     """Parameters that other segments here read too, by path, and whether this one's backward is the last of theirs."""
     then: list[Duty] = field(default_factory=list)
     """Segments whose backward waits for this one's."""
+    common: frozenset[str] = frozenset()
+    """Its inputs and outputs that the caller has too, if something here may keep their memory."""
+    written: frozenset[str] = frozenset()
+    """Its outputs that others write into, likewise."""
+
+
+def may_keep(segment: Segment, keeps: Callable[[str], bool]) -> bool:
+    """Whether something that a segment runs or reads may keep the memory of a tensor (see ``Flow.find_common``)."""
+    return any(i.kind == "attribute" or (i.kind == "module" and keeps(i.target)) for i in segment.instructions)
 
 
 @dataclass(slots=True)
@@ -149,6 +158,19 @@ class Flow:
         made = {v.device for v in graph.values.values() if graph.segments[v.producer].worker == worker}
         landing = {v.landing.get(worker, "") for v in graph.values.values()}
         self.gpus = tuple(sorted((made | landing) - {""}))
+
+    def find_common(self, keeps: Callable[[str], bool]) -> None:
+        """Look up what each segment has in ``common`` with the caller. ``keeps``: whether a module, by path, has code that may
+        keep a tensor."""
+        for duty in self.duties:
+            segment = duty.segment
+            if may_keep(segment, keeps):
+                duty.common = frozenset(name for name in (*segment.inputs, *segment.outputs) if self._at_caller(name))
+                duty.written = frozenset(n for n, route in duty.outputs.items() if route.sends and self.graph.values[n].written)
+
+    def _at_caller(self, name: str) -> bool:
+        value = self.graph.values[name]
+        return any(self.graph.segments[at].worker == self.graph.caller for at in (value.producer, *value.consumers))
 
     def _look_up_inputs(self, duty: Duty) -> None:
         duty.missing = len(duty.segment.inputs)

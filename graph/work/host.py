@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ...transport import RdmaError, TransferTimeout
+from ..edges.kept_memory import KeptMemory
 from ..edges.station import Fittings, Leased, Offer, Station
-from ..guards.side_effects import Followed
+from ..guards.side_effects import Followed, has_code
 from ..plan.place import REPORT_BYTES, Placement, report_bytes
 from ..plan.program import Machine
 from ..wire.header import Header
@@ -56,9 +57,10 @@ class Host:
         self.gpu = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         self.station = Station(name, device, channels, timeout)
         self._followed: dict[str, Followed] = {}
-        machine = Machine(self._part, self._attribute, self.parameters)
+        memory = KeptMemory(self.root)
+        machine = Machine(self._part, self._attribute, self.parameters, memory.note, memory.keeps)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply, self.gpu)
-        self.access = Access(self.root, self._on_executor, self.executor.use_mode, self._followed.clear, self.gpu)
+        self.access = Access(self.root, self._on_executor, self.executor.use_mode, self._followed.clear, self.gpu, memory)
 
     # -- plans
 
@@ -66,6 +68,8 @@ class Host:
         """Make this worker's slots of a plan."""
         fittings, offer = self.station.fit(placement, self.executor.arrived)
         flow = Flow(fittings, self.station.name) if placement.graph is not None else None
+        if flow is not None:
+            flow.find_common(lambda path: has_code(self.root.get_submodule(path)))
         self._plans[placement.number] = (fittings, flow)
         return offer
 

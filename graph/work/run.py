@@ -161,6 +161,7 @@ class Run:
         with torch.set_grad_enabled(self.records):
             env, watched = self._take_inputs(duty, grad)
             given = list(env.items()) if self.flow.numbers else []
+            common = [(name, env[name]) for name in duty.common if name in env]
 
             # Without a backward nobody waits for a report of what is found below, so nothing leaves before it is looked for.
             held: list[tuple[str, torch.Tensor, Route, int]] = []
@@ -191,6 +192,11 @@ class Run:
                 else:
                     self.machine.run(duty.segment.instructions, env, produced, production.around)
                 _check_unwritten(watched, duty)
+                for name in duty.written:
+                    if self.machine.keeps(outputs[name]):
+                        raise NotSupported(f"a part keeps {name}, and others write into it", hint=_COPY)
+                if duty.common:
+                    self.machine.note(self.sequence, [*common, *(item for item in outputs.items() if item[0] in duty.common)])
                 for output in held:
                     self._emit(*output)
             finally:
@@ -447,6 +453,9 @@ class Run:
                 deliver(grad)
 
         return deliver_alone
+
+
+_COPY = "write into a copy (x.clone()), or let the part keep one"
 
 
 def _check_unwritten(watched: Watched, duty: Duty) -> None:

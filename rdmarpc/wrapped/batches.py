@@ -121,7 +121,8 @@ def forward_backward(
                 given, more = split.arguments(at)
                 weighted(at)(model(*given, **more)).backward()
         else:
-            parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
+            inputs = enumerate(zip(plans, split.inputs))
+            parts = [Part(plan, tensors, weighted(at), split.whole) for at, (plan, tensors) in inputs]
             session.caller.forward_backward(parts, mode, schedule == "interleaved", schedule == "zero_bubble")
         split.return_writes()
         split.return_gradients()
@@ -143,7 +144,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _Split:
-    """The inputs of a batch by micro-batch. ``inputs``: the tensors of each, ``sizes`` their samples, ``batch`` of all."""
+    """The inputs of a batch by micro-batch. ``inputs``: the tensors of each, ``whole`` those of the batch; ``sizes`` their
+    samples, ``batch`` of all."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, chunks: int) -> None:
         self._state, self._training = state_of(model), model.training
@@ -166,8 +168,8 @@ class _Split:
         self.sizes = [each] * (self.batch // each) + ([self.batch % each] if self.batch % each else [])
         # Gradients of inputs are collected in leaves, and go on into the graph that they come from at the end.
         self._versions: dict[int, int] = {}
-        self._whole = [self._leaf(t) for t in self._tensors]
-        columns = [self._pieces(t, whole) for t, whole in zip(self._tensors, self._whole)]
+        self.whole = [self._leaf(t) for t in self._tensors]
+        columns = [self._pieces(t, whole) for t, whole in zip(self._tensors, self.whole)]
         self.inputs = [list(row) for row in zip(*columns)] if columns else [[] for _ in self.sizes]
         self._targets = [
             self._pieces(leaf, leaf) if isinstance(leaf, torch.Tensor) else [leaf] * len(self.sizes) for leaf in targets
@@ -221,7 +223,7 @@ class _Split:
         with torch.no_grad():
             for at, whole in enumerate(self._tensors):
                 pieces = [row[at] for row in self.inputs]
-                if all(piece is self._whole[at] for piece in pieces):
+                if all(piece is self.whole[at] for piece in pieces):
                     continue
                 for piece, place in zip(pieces, whole.detach().split(self.sizes)):
                     if _version(piece) != self._versions[id(piece)]:

@@ -20,7 +20,7 @@ from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
 from ..graph.guards.flags import flags_apart
-from ..graph.guards.side_effects import Elsewhere
+from ..graph.guards.side_effects import Elsewhere, has_code
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
 from ..graph.plan.replicas import Replica
@@ -158,6 +158,7 @@ class Session:
             plans=plans,
             staging=staging,
             reaching=reaching,
+            keeps=functools.partial(_keeps, self.shape, [place.path for place, _ in self.settings.hooked]),
         )
         agent.on_peer_lost(self._caller.station.lost)
         self._flags = list(self.ask("flags", dict.fromkeys(remote, ())).values())
@@ -378,6 +379,14 @@ class Session:
             self.originals.close()
             _open.discard(self)
             self._close_parts()
+
+
+def _keeps(shape: nn.Module, hooked: list[str], path: str) -> bool:
+    """Whether a part has code that may keep a tensor. ``hooked``: the modules that came with hooks."""
+    try:
+        return any(f"{inner}.".startswith(f"{path}.") for inner in hooked) or has_code(shape.get_submodule(path))
+    except AttributeError:  # a replica
+        return True
 
 
 _CHANGING = ("delete", "call", "compile", "load_all", "unhook")

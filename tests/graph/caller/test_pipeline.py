@@ -69,7 +69,7 @@ class Trainer:
             pieces = x.chunk(chunks)
             signature = ("part", tuple(pieces[0].shape))
             plan = self.caller.plan(signature, lambda: self.split.graph(pieces[:1]))
-            self.caller.forward_backward([Part(plan, [piece], lambda out: out.pow(2).sum()) for piece in pieces], 1)
+            self.caller.forward_backward([Part(plan, [piece], lambda out: out.pow(2).sum(), [piece]) for piece in pieces], 1)
         else:
             self.split(x).pow(2).sum().backward()
         self.caller.control.step(dict.fromkeys(self.split.counts, self.command))
