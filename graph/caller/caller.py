@@ -162,7 +162,6 @@ class Caller:
         if self._pipeline is not None:
             raise RdmaError("the model is called by the loss function of its own forward_backward")
         self.control.ready()
-        self._written.check()
         if len(plan.pending) >= most:
             self.control.ready(drain=True)
             gc.collect()  # a dropped graph may hang in a circle of references
@@ -174,6 +173,16 @@ class Caller:
                 hint="call backward() or drop the outputs of earlier forwards, use torch.no_grad() for evaluation, or wrap "
                 "with a larger depth",
             )
+
+    def check_written(self) -> None:
+        """Before the model is used: ``NotSupported`` if something was written that a part keeps (``Written``)."""
+        with self._lock:
+            self._written.check()
+
+    def forget_written(self, sequence: int) -> None:
+        """The forwards after this one belong to one that failed: the program has nothing of them."""
+        with self._lock:
+            self._written.forget(sequence)
 
     def _kept(self, sequences: list[int]) -> list[tuple[int, str]]:
         """What parts keep of these forwards (``Written``)."""

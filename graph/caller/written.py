@@ -46,6 +46,12 @@ class Written:
                 found.update(segment.inputs, segment.outputs)
         return sorted(found)
 
+    def forget(self, sequence: int) -> None:
+        """What is of later forwards."""
+        earlier = [watched for watched in self._watched if watched and watched[0][0] <= sequence]
+        self._watched.clear()
+        self._watched.extend(earlier)
+
     def check(self) -> None:
         """Raise ``NotSupported`` if a tensor was written that a part keeps."""
         written = {

@@ -89,6 +89,7 @@ def forward_backward(
     session, chunks = state.session, state.chunks if chunks is None else chunks
     session.in_step = False
     session.state_copies.check()
+    session.caller.check_written()
     check_schedule(schedule)
     with torch.enable_grad():
         split = _Split(model, args, kwargs, target, checked(chunks))

@@ -71,13 +71,16 @@ class Eager:
         session = self._session
         self._mode = session.mode()
         self._device = _device_of(args, kwargs)
-        session.eager = self
+        session.eager, before = self, session.caller.ledger.sequence
         try:
             result = self._top.forward(*args, **kwargs)
             self._check_fetched()
             session.originals.check_graph(result, (args, kwargs))
             self.steps += 1
             return result
+        except BaseException:
+            session.caller.forget_written(before)
+            raise
         finally:
             session.eager = None
             self._seen.clear()
@@ -98,6 +101,7 @@ class Eager:
             return self._call(path, args, kwargs)
         session = self._session
         session.in_step = False
+        session.caller.check_written()
         self._mode, self._alone = session.mode(), True
         self._device = _device_of(args, kwargs)
         session.eager = self

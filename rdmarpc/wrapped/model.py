@@ -226,6 +226,7 @@ class WrappedModel(nn.Module):
         session = state.session
         session.in_step = False
         session.state_copies.check()
+        session.caller.check_written()
         if why := state.only_here():
             return state.here(args, kwargs, self.training, why)
         if state.eager:
