@@ -1,5 +1,5 @@
 """Tensors that the program has, and whose memory parts at other workers may keep: what the program writes into them would not
-reach the part. Versions are compared before anything new; the workers are asked only if one was written."""
+reach the part. Versions are compared before the model is used; the workers are asked only if one was written."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ class Written:
         }
         if not written:
             return
-        kept = written.intersection(map(tuple, self._ask(sorted({sequence for sequence, _ in written}))))
-        for _, name in sorted(kept):
+        kept = written.intersection(self._ask(sorted({sequence for sequence, _ in written})))
+        if kept:
+            _, name = min(kept)
             raise NotSupported(
                 f"{name} was written in place, and a part at another worker keeps its memory: there it is as it was",
                 hint="write into a copy (x.clone()), or let the part keep one",
