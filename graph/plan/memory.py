@@ -50,6 +50,7 @@ class Memory:
         pairs = [(one, name) for one in given for name in step.results if name is not None and name in tensors]
         identical = [pair for pair in pairs if tensors[pair[0]] is tensors[pair[1]]]
         step.same = tuple(identical) if node.meta.get("same") else ()
+        step.own = tuple([pair for pair in pairs if pair not in identical]) if node.meta.get("own") else ()
         summed = [pair for pair in pairs if readers.mixed(*pair, self._at[node])]
         step.summed = tuple([(*pair, pair in identical) for pair in summed])
         step.unshared = tuple([pair for pair in pairs if self._needed(node, *(storage_of(tensors[name]) for name in pair))])

@@ -34,8 +34,8 @@ class Instruction:
     whether autograd may see it; it may not where the forward says ``torch.no_grad()``. ``tree`` (``described``) and
     ``constants``: what a structured result was like in the capture (a ``Ref``: that argument itself). ``open``: among the
     arguments of a module is something that it could put more into; ``after``: it does, and gives ``After``. Pairs of what
-    a module is given and gives: ``same`` are one tensor, ``unshared`` have not one memory (``memory``); whether ``summed``
-    are one tensor changes the order in which gradients of it are summed.
+    a module is given and gives: ``same`` are one tensor, ``own`` are two; ``unshared`` have not one memory (``memory``);
+    whether ``summed`` are one tensor changes the order in which gradients of it are summed.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class Instruction:
     same: tuple[tuple[str, str], ...] = ()
     summed: tuple[tuple[str, str, bool], ...] = ()
     unshared: tuple[tuple[str, str], ...] = ()
+    own: tuple[tuple[str, str], ...] = ()
     label: str = ""
     """What it is called in the model."""
 
@@ -220,9 +221,11 @@ def _check_given_back(step: Instruction, env: Mapping[str, Any]) -> None:
         what = f"{step} gives a tensor of its own, and gave back what it was given when it was captured"
         raise NotSupported(f"{what}: {why if sums else 'the forward uses both'}", hint=hint)
     written = any(storage_of(env[given]) == storage_of(env[name]) for given, name in step.unshared)
-    if written or sums:
+    asked = any(env[given] is env[name] for given, name in step.own)
+    if written or sums or asked:
         what = f"{step} gives back what it is given, and gave a tensor of its own when it was captured"
-        raise NotSupported(f"{what}: {'the forward writes into one of them' if written else why}", hint=hint)
+        why = "the forward writes into one of them" if written else why if sums else "the forward asks whether they are one"
+        raise NotSupported(f"{what}: {why}", hint=hint)
 
 
 def _described(result: Any) -> str:
@@ -281,7 +284,7 @@ class Machine:
                     produced(name, leaf)
                 elif name not in step.numbers:
                     raise NotSupported(f"{step} gave {type(leaf).__name__} where a tensor was captured")
-            if step.same or step.summed or step.unshared:
+            if step.same or step.own or step.summed or step.unshared:
                 _check_given_back(step, env)
             for name in step.last:
                 env.pop(name, None)

@@ -28,12 +28,15 @@ class Readers:
         self._capture = capture
         self.names: dict[Any, list[str]] = {}
         """Of each tensor: several where an operation gives what it is given."""
+        self._others: dict[str, list[str]] = {}
+        """By name: all names of the same tensor."""
         self._fakes: dict[str, torch.Tensor] = {}
 
     def define(self, name: str, tensor: torch.Tensor, which: Any) -> None:
         """``tensor``: the value without data; ``which``: the same for all names of it."""
         self._fakes[name] = tensor
-        self.names.setdefault(which, []).append(name)
+        self._others[name] = self.names.setdefault(which, [])
+        self._others[name].append(name)
 
     def outputs(self, arguments: Any) -> dict[Key, int]:
         """As ``terms``, of the model's result: what is computed from that is not known."""
@@ -63,10 +66,17 @@ class Readers:
     def mixed(self, given: str, result: str, position: int) -> bool:
         """Whether gradients of what an operation at ``position`` is given and of what it gives would add up in another order,
         if these were one tensor."""
-        if given not in self.reads or result not in self.reads:
+        names, others = self._others[given], self._others[result]
+        if names is others:
+            names, others = [given], [result]
+        reads, later = self._reads_of(names), self._reads_of(others)
+        if not reads or not later:
             return False
-        other = sum(read.terms for read in self.reads[given].reads if read.position != position)
-        return other > 0 and other + sum(read.terms for read in self.reads[result].reads) > 2
+        other = sum(read.terms for read in reads if read.position != position)
+        return other > 0 and other + sum(read.terms for read in later) > 2
+
+    def _reads_of(self, names: Iterable[str]) -> list[Read]:
+        return [read for name in names if name in self.reads for read in self.reads[name].reads]
 
     def _tensors(self, arguments: Any) -> list[str]:
         """Names of the tensors among the arguments that gradients come to."""

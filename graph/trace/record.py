@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.flags import ActsAgain, runs_again, steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
+from ..guards.side_effects import has_code
 from ..guards.snapshot import Snapshot
 from .capture import (
     Capture,
@@ -63,6 +65,9 @@ def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
         if recorder.given_back:
             before.restore()
             _mark_same(recorder, _recorded(model, inputs, join, whole, apart=True))
+        if recorder.may_give_back:
+            before.restore()
+            _mark_own(recorder, lambda: _recorded(model, inputs, join, whole, joined=True))
         before.restore()
         effects = finish(recorder.graph, model)
         found = propagate(model, recorder.graph, inputs, recorder.constants)
@@ -87,8 +92,25 @@ def _mark_same(one: _Recorder, other: _Recorder) -> None:
             node.meta["same"] = True
 
 
-def _steps(graph: fx.Graph) -> list[Any]:
-    number = {node: at for at, node in enumerate(graph.nodes)}
+def _mark_own(one: _Recorder, again: Callable[[], _Recorder]) -> None:
+    """``again`` records the forward as if its parts gave back what they are given, where that could be. A forward that asks
+    which tensor it has (``y is x``) does otherwise then, and is right as long as they do not: they are marked."""
+    try:
+        other = again()
+    except Exception:  # what it does then cannot be captured
+        other = None
+    if other is None or not other.does_as(one):
+        for node in one.may_give_back:
+            node.meta["own"] = True
+
+
+def _steps(graph: fx.Graph, one: Mapping[int, int] = MappingProxyType({})) -> list[Any]:
+    """``one``: nodes that stand for a tensor which an earlier one stands for, by their places."""
+    number: dict[fx.Node, int] = {}
+    first: list[int] = []
+    for at, node in enumerate(graph.nodes):
+        first.append(first[one[at]] if at in one else at)
+        number[node] = first[at]
     found = []
     for node in graph.nodes:
         constant = node.op == "get_attr" and str(node.target).startswith("_tensor_constant_")
@@ -98,10 +120,17 @@ def _steps(graph: fx.Graph) -> list[Any]:
 
 
 def _recorded(
-    model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool], apart: bool = False
+    model: nn.Module,
+    inputs: list[TensorSpec],
+    join: Join,
+    whole: Callable[[str], bool],
+    *,
+    apart: bool = False,
+    joined: bool = False,
 ) -> _Recorder:
-    """``apart``: a tensor that a part gives back is another one."""
-    recorder = _Recorder(model, whole, apart)
+    """``apart``: a tensor that a part gives back is another one; ``joined``: what a part gives is what it is given, where that
+    could be."""
+    recorder = _Recorder(model, whole, apart, joined)
     with Sizes().under(mode_of(model)), quiet(), unchanged(model, whole):
         fakes = [spec.empty() for spec in inputs]
         for at, fake in enumerate(fakes):
@@ -186,12 +215,16 @@ _PLACES = frozenset(["data_ptr", "storage", "untyped_storage", "_typed_storage"]
 
 class _Recorder(TorchFunctionMode):
     """``constants`` as in ``Capture``. A tensor is known by its identity: ``_kept`` keeps them all alive. ``given_back``: calls
-    of parts that give a tensor which they are given; ``apart``: it is another one for the forward."""
+    of parts that give a tensor which they are given; ``apart``: it is another one for the forward. ``may_give_back``: calls of
+    parts with code of the user's that give a tensor like one which they are given; ``joined``: it is that one for the forward,
+    and ``one`` has pairs of nodes that stand for it, the later one first."""
 
-    def __init__(self, model: nn.Module, whole: Callable[[str], bool], apart: bool = False) -> None:
+    def __init__(self, model: nn.Module, whole: Callable[[str], bool], apart: bool = False, joined: bool = False) -> None:
         super().__init__()
         self.given_back: list[fx.Node] = []
-        self._apart = apart
+        self.may_give_back: list[fx.Node] = []
+        self.one: list[tuple[fx.Node, fx.Node]] = []
+        self._apart, self._joined = apart, joined
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self._whole = whole
@@ -209,6 +242,12 @@ class _Recorder(TorchFunctionMode):
         """Tensors that a call was given and gives back: they stay what they are."""
         self._scope = [""]
         self._inside = False
+
+    def does_as(self, other: _Recorder) -> bool:
+        """Whether both have recorded the same steps, if what is ``one`` here is one tensor there too."""
+        number = {node: at for at, node in enumerate(self.graph.nodes)}
+        one = {number[later]: number[earlier] for later, earlier in self.one}
+        return _steps(self.graph, one) == _steps(other.graph, one)
 
     @property
     def in_part(self) -> bool:
@@ -309,7 +348,14 @@ class _Recorder(TorchFunctionMode):
             return apply(*args, **kwargs)
         return self._one(lambda known: self.graph.call_function(apply, *known), apply, args, kwargs)
 
-    def _one(self, make: Callable[[Any], fx.Node], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _one(
+        self,
+        make: Callable[[Any], fx.Node],
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        part: nn.Module | None = None,
+    ) -> Any:
         known = self.arguments((args, kwargs))
         before = Before(args, kwargs)
         self._inside = True
@@ -322,7 +368,13 @@ class _Recorder(TorchFunctionMode):
                 result = map_leaves(lambda leaf: others.get(id(leaf), leaf), result)
         finally:
             self._inside = False
+        like = {} if back or part is None or not has_code(part) else _alike((args, kwargs), result)
+        earlier = [(given, self._node_of(given)) for given in (*like.values(), *back.values())] if self._joined else []
+        if self._joined:
+            result = map_leaves(lambda leaf: like.get(id(leaf), leaf), result)
         node = make(known)
+        if like:
+            self.may_give_back.append(node)
         if back and node.op == "call_module":
             self.given_back.append(node)
         check_result(f"{node.op} {node.name}", result)
@@ -338,6 +390,7 @@ class _Recorder(TorchFunctionMode):
             self._given = frozenset()
         else:
             self.define(node, result)
+        self.one += [(self._nodes[id(given)], node) for given, node in earlier]
         return result
 
     @contextlib.contextmanager
@@ -360,7 +413,7 @@ class _Recorder(TorchFunctionMode):
                     check_arguments(f"part {path!r}", module.forward, args, kwargs)
                     registered = Registered(module)
                     before = _attributes(module)
-                    result = self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
+                    result = self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs, module)
                     registered.check(f"part {path!r}")
                     if runs_again() and before.changed():
                         raise ActsAgain(f"part {path!r}")
@@ -373,3 +426,18 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _alike(given: Any, result: Any) -> dict[int, torch.Tensor]:
+    """By the ``id`` of each tensor in a result: the first tensor that was given and could be it."""
+
+    def kind(tensor: torch.Tensor) -> Any:
+        # Sizes that depend on data cannot be compared, their names can.
+        return str(tensor.shape), tensor.dtype, tensor.device, tensor.layout
+
+    tensors, found = tensors_of(leaves_of(given)), {}
+    for leaf in tensors_of(leaves_of(result)):
+        like = next((tensor for tensor in tensors if kind(tensor) == kind(leaf)), None)
+        if like is not None:
+            found[id(leaf)] = like
+    return found
