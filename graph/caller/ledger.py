@@ -46,10 +46,6 @@ class Ledger:
         self._open.update(range(first, first + count))
         return first
 
-    def ended(self, sequence: int) -> None:
-        """Nothing more is to come for this forward: it has no backward, or was never begun."""
-        self._open.discard(sequence)
-
     # -- what workers report
 
     def report(self, worker: str, slot: Slot, header: Header) -> None:
@@ -72,12 +68,13 @@ class Ledger:
 
     def finished_backward(self, workers: Iterable[str], sequence: int) -> None:
         """Of this forward, at all of these workers."""
-        self.forget_done(sequence)
+        self.ended(sequence)
         for worker in workers:
             self.last_backward[worker] = sequence
             self.present[worker] = self._told[worker]
 
-    def forget_done(self, sequence: int) -> None:
+    def ended(self, sequence: int) -> None:
+        """This forward is complete, or was never begun."""
         self._done.pop(sequence, None)
         self._open.discard(sequence)
 
@@ -100,9 +97,8 @@ class Ledger:
         while self._abandoned:
             plan, sequence, zeroed = self._abandoned.popleft()
             plan.pending.discard(sequence)
-            self._done.pop(sequence, None)
+            self.ended(sequence)
             self._errors.pop(sequence, None)
-            self._open.discard(sequence)
             self._dropped[sequence] = None
             if len(self._dropped) > _DROPPED:
                 self._dropped.popitem(last=False)

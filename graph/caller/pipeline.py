@@ -222,7 +222,7 @@ class Pipeline:
             wanted = self._everybody if self._returned + 1 == len(self.parts) else self._sinks
             if not self._chunks[sequence].returned or not self._ledger.done_by(sequence) >= wanted:
                 break
-            self._ledger.forget_done(sequence)
+            self._ledger.ended(sequence)
             self._returned += 1
         while self._finished < self._returned and self._chunks[self._first + self._finished].finished:
             self._chunks.pop(self._first + self._finished).drop()

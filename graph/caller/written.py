@@ -12,6 +12,7 @@ import torch
 
 from ...transport import NotSupported
 from ..edges.kept_memory import FORWARDS
+from ..trace.writes import KEEP_A_COPY
 from ..work.flow import may_keep
 from .stage import Plan
 
@@ -67,7 +68,7 @@ class Written:
             _, name = min(kept)
             raise NotSupported(
                 f"{name} was written in place, and a part at another worker keeps its memory: there it is as it was",
-                hint="write into a copy (x.clone()), or let the part keep one",
+                hint=KEEP_A_COPY,
             )
         for watched in self._watched:
             watched[:] = [item for item in watched if item[:2] not in written]

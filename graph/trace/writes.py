@@ -270,14 +270,16 @@ def scattered(graph: fx.Graph, values: Mapping[fx.Node, Any], writes: Sequence[W
     return next((_named(write.node) for write in writes if len(found[write.storage]) > 1), "")
 
 
+KEEP_A_COPY = "write into a copy (x.clone()), or let the part keep one"
+
+
 def check_kept(writes: Sequence[Write], where: Mapping[fx.Node, Place]) -> None:
     """Refuse a write into what a part at another worker keeps: it would keep it as it was."""
     for write in writes:
         for keeper in write.keepers:
             if write.node in where and keeper in where and where[write.node][0] != where[keeper][0]:
                 raise NotSupported(
-                    f"{_named(write.node)} writes into memory that {_named(keeper)} keeps at another worker",
-                    hint="write into a copy (x.clone()), or let the part keep one",
+                    f"{_named(write.node)} writes into memory that {_named(keeper)} keeps at another worker", hint=KEEP_A_COPY
                 )
 
 

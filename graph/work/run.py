@@ -27,7 +27,7 @@ from ...transport import NotSupported, RdmaError
 from ..outlets.outlet import keep_apart
 from ..plan.program import Machine
 from ..schedules.halves import RAN_HOOKS, Halves, halves, hooks_made
-from ..trace.writes import storage_of
+from ..trace.writes import KEEP_A_COPY, storage_of
 from ..wire.header import CLEAR, GIVEN, GIVEN_AT, GRAD, LEAVE, RECORDS, VIEW, Header, MicroBatch
 from .aside import Aside
 from .flow import Duty, Flow, Input, Route, Source
@@ -194,7 +194,7 @@ class Run:
                 _check_unwritten(watched, duty)
                 for name in duty.written:
                     if self.machine.keeps(outputs[name]):
-                        raise NotSupported(f"a part keeps {name}, and others write into it", hint=_COPY)
+                        raise NotSupported(f"a part keeps {name}, and others write into it", hint=KEEP_A_COPY)
                 if duty.common:
                     self.machine.note(self.sequence, [*common, *(item for item in outputs.items() if item[0] in duty.common)])
                 for output in held:
@@ -453,9 +453,6 @@ class Run:
                 deliver(grad)
 
         return deliver_alone
-
-
-_COPY = "write into a copy (x.clone()), or let the part keep one"
 
 
 def _check_unwritten(watched: Watched, duty: Duty) -> None:

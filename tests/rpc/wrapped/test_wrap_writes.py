@@ -168,8 +168,8 @@ def test_buffers_that_parts_write():
     drive(statistics, timeout=250.0)
 
 
-class WritesLate(nn.Module):
-    """Writes into its input from the third call on: no capture of parts as they are sees that."""
+class LaterOtherwise(nn.Module):
+    """Does otherwise from the third call on: no capture of parts as they are sees that."""
 
     def __init__(self):
         super().__init__()
@@ -177,22 +177,23 @@ class WritesLate(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        return x.add_(1) if self.calls > 2 else x + 1
+        return self.late(x) if self.calls > 2 else x + 1
+
+    def late(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
-class FailsLate(nn.Module):
+class WritesLate(LaterOtherwise):
+    def late(self, x):
+        return x.add_(1)
+
+
+class FailsLate(LaterOtherwise):
     """Its result is used by nobody."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > 2:
-            time.sleep(0.3)  # when the caller has all that it waits for
-            raise ValueError("the third call")
-        return x + 1
+    def late(self, x):
+        time.sleep(0.3)  # when the caller has all that it waits for
+        raise ValueError("the third call")
 
 
 class Two(nn.Module):
