@@ -6,9 +6,14 @@ frame that is written and not counted. Once a device is open, a handler therefor
 
 * in code of the user, also where this package has called it,
 * where this package waits: functions that are ``interruptible``, and waits of ``threading``,
-* or ``LIMIT_S`` after its signal, wherever that is.
+* or ``LIMIT_S`` after its signal, wherever that is,
 
-A signal that comes elsewhere is raised again and again until then, so its handler runs as soon as the user's code goes on.
+and not where user's code is only tried out (``postponed``).
+
+A signal that comes elsewhere is raised again at each instruction for a moment, and for a moment more every ``_INSIST_S``. So
+its handler runs as soon as the user's code goes on after short work, and a little later after long work, which a timer (of a
+sampling profiler, say) does not slow down. Signals that come while one waits are one signal.
+
 Handlers that Python code sets later are kept in the same way, and ``signal.getsignal`` still returns what the user has set.
 """
 
@@ -18,11 +23,12 @@ import _thread
 import contextlib
 import os
 import signal
+import sys
 import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, TypeVar
@@ -31,6 +37,9 @@ import torch
 
 LIMIT_S = 1.0
 _INSIST_S = 0.01
+_AT_ONCE = 200
+"""So many times a signal is raised at once: 0.4 ms, in which a small call ends."""
+
 _PACKAGE = __name__.partition(".")[0]
 _PROGRAMS = tuple(f"{_PACKAGE}.{name}" for name in ("experiments", "cli", "__main__"))
 """Modules of this package that are programs: their code is the user's."""
@@ -62,46 +71,81 @@ class Kept:
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
-        self._waiting: list[int] = []  # the signal that is still to be handled
+        self._waiting: list[int] = []  # the signal that is still to be handled; a list of its own for each
         self._since = 0.0  # when it came
-        self._settles = False
+        self._left = 0  # so many times more it comes at once
+        self._decides = False
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        if self._settles:
+        if self._decides:  # the same signal, within these lines: they are about to see to it
             return None
-        now = time.monotonic()
-        if not _at_work(frame) or (self._waiting and self._since < now - LIMIT_S):
-            if self._waiting:
-                self._settle()
+        self._decides = True
+        try:
+            due = self._due(number, frame)
+        finally:
+            self._decides = False
+        if due:
             with _around(frame):
                 return self.handler(number, frame)
-        if not self._waiting:
-            self._since = now
-            self._waiting.append(number)
-            with contextlib.suppress(RuntimeError):  # no more threads
-                # Not one of ``threading``, which may be what was interrupted.
-                _thread.start_new_thread(self._insist, ())
-        # The signal comes again, and finds its handler at the next instruction of the interrupted code that lets handlers run.
-        # After a call such an instruction would be this one: an iterator calls from within C.
-        (_,) = map(_thread.interrupt_main, (number,))  # type: ignore[arg-type]  # typeshed: only named signals
+        if self._left > 0:
+            self._left -= 1
+            # The signal comes again, and finds its handler at the next instruction of the interrupted code that lets handlers
+            # run. After a call such an instruction would be this one: an iterator calls from within C.
+            (_,) = map(_thread.interrupt_main, (number,))  # type: ignore[arg-type]  # typeshed: only named signals
         return None
 
-    def _settle(self) -> None:
-        """The signal is about to be handled. As often as it was sent again since this call began, it would be once more."""
-        self._waiting.clear()  # nobody sends it again from here on
-        self._settles = True
-        signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and has Python run the handlers of what has come
-        self._settles = False
+    def _due(self, number: int, frame: FrameType | None) -> bool:
+        """Whether the handler runs now. If not, its signal will come again."""
+        now, limit, work = time.monotonic(), LIMIT_S, _at_work(frame)
+        if (postponed := _postponed.limit_s) and self.handler is not signal.default_int_handler:
+            limit, work = postponed, True
+        if not work or (self._waiting and self._since < now - limit):
+            self._waiting.clear()  # nobody sends it again from here on
+            signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and has Python run the handlers of what has come
+            return True
+        if not self._waiting:
+            self._since, self._waiting = now, [number]
+            self._left = 0 if postponed else _AT_ONCE
+            try:
+                # Not one of ``threading``, which may be what was interrupted.
+                _thread.start_new_thread(self._insist, (self._waiting,))
+            except RuntimeError:  # no more threads: nobody else sends it
+                self._left = sys.maxsize
+        return False
 
-    def _insist(self) -> None:
+    def _insist(self, waiting: list[int]) -> None:
         """Send the signal until it is handled: the user's code may have gone on with a system call, which nothing else ends."""
         main = threading.main_thread().ident or 0
-        while self._waiting:
+        while waiting:
             time.sleep(_INSIST_S)
-            if any(signal.getsignal(number) is not self.handler for number in self._waiting):
-                self._waiting.clear()
+            if any(signal.getsignal(number) is not self.handler for number in waiting):
+                waiting.clear()
+            self._left = 0 if _postponed.limit_s else _AT_ONCE
             # From within C: between a look and the sending, the main thread could handle it, and would then do so twice.
-            deque(map(signal.pthread_kill, repeat(main), self._waiting), maxlen=0)
+            deque(map(signal.pthread_kill, repeat(main), waiting), maxlen=0)
+
+
+class _Postponed:
+    """Of the main thread."""
+
+    limit_s = 0.0
+
+
+_postponed = _Postponed()
+
+
+@contextlib.contextmanager
+def postponed(limit_s: float) -> Iterator[None]:
+    """While this lasts in the main thread, code of the user is not interrupted either, for ``limit_s``: a handler must not meet
+    what holds there (modes of torch, exchanged methods). Ctrl-C raises its ``KeyboardInterrupt`` all the same."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _postponed.limit_s = _postponed.limit_s, limit_s
+    try:
+        yield
+    finally:
+        _postponed.limit_s = before
 
 
 def _at_work(frame: FrameType | None) -> bool:

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
+from ...transport.interrupts import postponed
 from ..guards.content import MISSING, Content, foreign
 from ..guards.generators import draw_again, drawn_since, generators
 from ..guards.instructions import Instructions
@@ -434,7 +435,8 @@ def alone() -> Iterator[None]:
         what = f"another thread of this process has been capturing a forward for {PATIENCE_S:g} s"
         raise Busy(what, hint="call the models one after another once; forwards that are captured need not wait")
     try:
-        yield
+        with postponed(PATIENCE_S):  # a signal handler is none of the forward's, and what it saves is to be real tensors
+            yield
     finally:
         _tracing.release()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from called import held, identity, let_go
 from group import results, run_group
 from rref_things import wait_until_empty
 from timing import eventually
+from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -151,3 +153,96 @@ def a_handler_shuts_down(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_a_handler_shuts_down_while_a_call_is_waited_for(device):
     results(run_group(a_handler_shuts_down, transport=device))
+
+
+class Long(nn.Module):
+    """Runs code of its own for most of a trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(60):
+            x = torch.tanh(x) - x.mean()
+        return self.part(x)
+
+
+came = 0
+
+
+def counts(number, frame):
+    global came
+    came += 1
+
+
+def sampled(rank):
+    """As by a profiler, which takes note of where the program is each time the timer says so."""
+    if rank == 0:
+        threads = len(os.listdir("/proc/self/task"))
+        torch.manual_seed(0)
+        model = Long()
+        alone = copy.deepcopy(model)
+        signal.signal(signal.SIGALRM, counts)
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        wrapped = rpc.wrap(model, {"part": "worker1"})
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (wrapped, alone)]
+        for seed in range(20):
+            x = torch.randn(5 + seed // 5, 8, generator=torch.Generator().manual_seed(seed))
+            losses = []
+            for net, optimizer in zip((wrapped, alone), optimizers):
+                optimizer.zero_grad()
+                losses.append(net(x).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+            assert torch.equal(*losses)
+            assert rpc.rpc_sync("worker1", identity, (seed,)) == seed
+            assert len(os.listdir("/proc/self/task")) < threads + 20
+            eventually(lambda before=came: came > before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert wrapped.captured == "fx"
+    rpc.shutdown()
+
+
+def test_a_timer_that_samples_the_program_changes_nothing():
+    results(run_group(sampled))
+
+
+class Signalled(nn.Module):
+    """While its forward is traced, its process is told to stop."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x):
+        signal.raise_signal(signal.SIGUSR1)
+        for _ in range(60):
+            x = torch.tanh(x) - x.mean()
+        return self.part(x)
+
+
+stop, saved = False, None
+
+
+def told_to_stop(rank):
+    """The usual handler of a cluster's notice: it sets a variable, and saves what has been learnt."""
+    global stop, saved
+    if rank == 0:
+        model = Signalled()
+        expected = copy.deepcopy(model.state_dict())
+        wrapped = rpc.wrap(model, {"part": "worker1"})
+
+        def notice(number, frame):
+            global stop, saved
+            stop, saved = True, copy.deepcopy(model.state_dict())
+
+        signal.signal(signal.SIGUSR1, notice)
+        wrapped(torch.ones(2, 8))
+        eventually(lambda: stop)
+        assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)
+    rpc.shutdown()
+
+
+def test_a_notice_within_a_trace_is_handled_after_it():
+    results(run_group(told_to_stop))
