@@ -461,7 +461,9 @@ gpu.fill_later(x, 1.0, 1e6)
 
 def test_a_process_ends_although_a_stream_works() -> None:
     softgpu.build()
-    done = subprocess.run([sys.executable, "-c", STUCK], cwd=softgpu.HERE.parent, timeout=60, capture_output=True)
+    tests = softgpu.HERE.parent
+    environment = {**os.environ, "PYTHONPATH": str(tests / "helpers")}
+    done = subprocess.run([sys.executable, "-c", STUCK], cwd=tests, env=environment, timeout=60, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
 

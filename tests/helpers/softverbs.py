@@ -7,6 +7,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, ui
     return reg(pd, behind ? behind : addr, length, iova, access);
 }
 """
-"""Preloaded it is all of that, for every package. (``ibv_reg_mr`` is a macro: pyverbs calls the other one.)"""
+"""What ``play`` calls in place of libibverbs."""
 PATH = ("pci0000:16", "0000:16:02.0", "0000:17:00.0")
 """Where on the bus an adapter and a GPU may be."""
 
@@ -64,11 +65,12 @@ played = False
 
 
 def play(library: str) -> None:
-    """Have the adapters of this process, which cannot preload any more, take dma-bufs by that library."""
+    """Have the adapters of this process take dma-bufs and device pointers by that library, whichever package opens them."""
     global played
     played = True
     from rdmarpc.transport.nic import native
     from rdmarpc.transport.nic.ibverbs import Ibverbs
+    from rdmarpc.transport.nic.native import NativeContext, NativeMemoryRegion
     from rdmarpc.transport.nic.pyverbs import Pyverbs
     from rdmarpc.transport.verbs import gpudirect
 
@@ -76,6 +78,22 @@ def play(library: str) -> None:
     ours.ibv_reg_dmabuf_mr.argtypes = real.ibv_reg_dmabuf_mr.argtypes
     ours.ibv_reg_dmabuf_mr.restype = real.ibv_reg_dmabuf_mr.restype
     ours.ibv_dereg_mr = real.ibv_dereg_mr  # type: ignore[misc]
+    ours.ibv_reg_mr_iova2.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint]
+    ours.ibv_reg_mr_iova2.restype = ctypes.c_void_p
+    by_pointer = SimpleNamespace(
+        ibv_reg_dmabuf_mr=lambda pd, at, length, iova, fd, access: ours.ibv_reg_mr_iova2(pd, at, length, iova, access),
+        ibv_dereg_mr=real.ibv_dereg_mr,
+    )
+    register = NativeContext.register
+
+    def register_there(self: Any, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> Any:
+        if not device_memory:
+            return register(self, address, nbytes, access)
+        flags = native._ACCESS[access]
+        made = self.call("ibv_reg_mr", lambda: native.DmaBufMR(by_pointer, self.pd_address, nbytes, flags, -1, address))
+        return self.add(NativeMemoryRegion, made, address)
+
+    NativeContext.register = register_there  # type: ignore[method-assign]
 
     def new_dma_buf_region(self: Any, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
         try:

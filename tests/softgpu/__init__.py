@@ -20,7 +20,6 @@ import fcntl
 import functools
 import hashlib
 import importlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -33,6 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+
+from forks import forks
 
 HERE = Path(__file__).parent
 DRIVER = ["gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-soname,libsoftcuda.so"]
@@ -118,13 +119,12 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
 
 
 class Process:
-    """A process with the device, started afresh. The environment is set before the driver reads it."""
+    """A process with the device. The environment is set before the driver reads it."""
 
     def __init__(self, **environment: str) -> None:
         build()  # here, so that the time limits are those of the work
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, environment))
+        self.pipe, other = forks().Pipe()
+        self.process = forks().Process(target=_serve, args=(other, environment))
         self.process.start()
         other.close()
         self.pid = self.process.pid

@@ -387,8 +387,7 @@ def over_the_wire(way: str) -> int:
     real = gpudirect.gpu_of
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(gpudirect, "peermem", lambda root: MODULE if way == PEERMEM else "")
-        if way != STAGED:
-            patches.setattr(gpudirect, "pci_path", lambda device: PATH)
+        patches.setattr(gpudirect, "pci_path", lambda device: () if way == STAGED else PATH)
         if way == PEERMEM:
             patches.setattr(gpudirect, "gpu_of", lambda *args: replace(real(*args), dma_buf=False))
         return all_directions(way)
@@ -521,13 +520,10 @@ def within_auto() -> int:
 
 @pytest.fixture(scope="module")
 def helped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[softgpu.Process]:
-    """A process in which an adapter's driver takes GPU memory. To import torch alone may take a minute and a half there."""
+    """A process in which an adapter's driver takes GPU memory."""
     library = softverbs.library(tmp_path_factory.mktemp("softverbs"))
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setenv("LD_PRELOAD", library)
-        process = softgpu.Process(SOFTCUDA_DMABUF="1")
-    with process:
-        process.result(timeout=300.0)
+    with softgpu.Process(SOFTCUDA_DMABUF="1") as process:
+        process.run(softverbs.play, library)
         yield process
 
 
