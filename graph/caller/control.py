@@ -39,8 +39,12 @@ class Control:
         """Of each worker: how many backwards have begun in which it takes part."""
         self.asked = 0
         """How often an owner was asked for something that may have changed its parts."""
+        self.changed = 0
+        """How often that was more than to read."""
         self.deferred: Callable[[], None] | None = None
         """What is called before anything new: it sends what was put off until then (``parts.remote_values``)."""
+        self.kept: Callable[[], None] = lambda: None
+        """What is called before anything new, and before a read: it sends what was written into memory that parts keep."""
         self.watching: Callable[[Plan, int], None] | None = None
         """What is called when a backward begins: with its plan and mode."""
         self.reordered: Callable[[Sequence[str]], None] = lambda names: None
@@ -73,6 +77,10 @@ class Control:
         """Equal as long as nothing was sent by which parameters or gradients may have changed."""
         return self._ledger.commands, self._ledger.sequence, self.asked, *self.begun.values()
 
+    def moment(self) -> tuple[int, ...]:
+        """Equal as long as nothing was sent by which attributes or buffers may have changed."""
+        return self._ledger.sequence, self.changed, *self.begun.values()
+
     def has_gradient(self, worker: str, position: int) -> bool | None:
         """Whether a parameter had a gradient after the last backward; ``None``: that one did not come to its end."""
         present = self._ledger.present[worker]
@@ -80,6 +88,7 @@ class Control:
 
     def settle(self) -> None:
         """Zeroing that was asked for before goes out now."""
+        self.kept()
         if self.zeroing.due:
             self.sync()
 
@@ -102,6 +111,7 @@ class Control:
         an empty look ends in a system call)."""
         if self._station.closed:
             raise RdmaError("the model was closed")
+        self.kept()
         if self.deferred is not None:
             self.deferred()
         self._station.check()

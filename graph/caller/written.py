@@ -66,12 +66,14 @@ class Written:
         kept = written.intersection(self._ask(sorted({sequence for sequence, _ in written})))
         if kept:
             _, name = min(kept)
-            raise NotSupported(
-                f"{name} was written in place, and a part at another worker keeps its memory: there it is as it was",
-                hint=KEEP_A_COPY,
-            )
+            raise was_written(name)
         for watched in self._watched:
             watched[:] = [item for item in watched if item[:2] not in written]
+
+
+def was_written(name: str) -> NotSupported:
+    what = f"{name} was written in place, and a part at another worker keeps its memory: there it is as it was"
+    return NotSupported(what, hint=KEEP_A_COPY)
 
 
 def _witness(tensor: torch.Tensor) -> torch.Tensor:

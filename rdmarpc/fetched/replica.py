@@ -4,7 +4,8 @@ Invariants:
 1. A parameter's copy is one leaf for the life of the model: graphs of several forwards meet in it, as in one process. It is
    written only where the owner's value is another one, and then in place: a graph that needs the old value says so.
 2. A gradient that reaches a copy goes to its owner at once and is added to what is there; the copy keeps none.
-3. What a forward changes in a part (buffers, attributes) goes to its owner before anything else happens there.
+3. What a forward changes in a part (buffers, attributes) goes to its owner before anything else happens there, and so does
+   what the program writes into memory that a part keeps: a result that it was given, an input.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..graph.caller.written import was_written
 from ..graph.guards.kept import Kept, plain
 from ..graph.work.access import INTERNAL
 from ..parts.parameter import Owners, RemoteParameter
@@ -53,6 +55,9 @@ class Replica:
         self._epoch: Any = None
         self._backward = False
         self._before: dict[str, dict[str, tuple[Any, Any]]] = {}
+        self._kept: list[tuple[str, str, Any, list[tuple[torch.Tensor, int]]]] = []
+        """Attributes, and the versions of their tensors, as of ``_moment``."""
+        self._moment: tuple[int, ...] = ()
 
     def leaf(self, parameter: RemoteParameter) -> nn.Parameter:
         """The copy of a parameter, with the owner's present value."""
@@ -72,6 +77,7 @@ class Replica:
     def refresh(self) -> None:
         """Fetch what the owners have, if it may be something else now."""
         self._backward = False  # one that has failed does not say so
+        self.give_written()
         with aside():
             self._owners.values.flush()
             if not self.current:
@@ -81,7 +87,7 @@ class Replica:
     def _fetch(self) -> None:
         memo: dict[int, Any] = {}
         self._owners.fetch_parts(memo)
-        self.parts, self.tensors, self._workers = {}, {}, {}
+        before, self.parts, self.tensors, self._workers = self.parts, {}, {}, {}
         for module in self._top.modules():
             if isinstance(module, RemotePart):
                 place = module._place
@@ -100,12 +106,26 @@ class Replica:
         self._put_leaves(new)
         self._epoch = self._owners.caller.control.epoch()
         self._owners.settings.give_common(self.parts)
+        self._keep(before)
         for (path, name), value in tuple(self.graphs.items()):
             if path in self.parts and _alike(_own(self.parts[path]).get(name), value):
                 setattr(self.parts[path], name, value)
             else:
                 del self.graphs[path, name]
         self.remember()
+
+    def _keep(self, before: dict[str, nn.Module]) -> None:
+        """The tensors that the copies had before may be the program's, too. They stay where their worker has the same: all of
+        them or none, as they may share memory."""
+        found: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
+        for path, module in self.parts.items():
+            old = _own(before[path]) if path in before else {}
+            items = found.setdefault(self._workers[path], [])
+            items += [(module, name, old.get(name), value) for name, value in _own(module).items() if _tensors(value)]
+        for items in found.values():
+            if all(_alike(old, value) for _, _, old, value in items):
+                for module, name, old, _ in items:
+                    (module._buffers if name in module._buffers else vars(module))[name] = old
 
     def _take(self, parameter: RemoteParameter, value: nn.Parameter) -> None:
         """What the owner has now, into the leaf."""
@@ -171,6 +191,45 @@ class Replica:
         self._before[""] = {path: (tensor, _mark(tensor)) for path, tensor in self.tensors.items()}
         self._members = {path: _members(module) for path, module in self.parts.items()}
         self._versions = {key: leaf._version for key, leaf in self._leaves.items()}
+        self._note()
+
+    def _note(self) -> None:
+        """What was written until now has been seen."""
+        self._moment = self._owners.caller.control.moment()
+        of_parts = ((path, name, value) for path, module in self.parts.items() for name, value in _own(module).items())
+        of_cut = ((*_split(path), tensor) for path, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter))
+        self._kept = [
+            (*item, [(tensor, tensor._version) for tensor in tensors])
+            for item in (*of_parts, *of_cut)
+            if (tensors := _tensors(item[2])) and not self._is_common(*item)
+        ]
+
+    def give_written(self) -> None:
+        """Send what the program has written into memory that a part keeps. ``NotSupported`` where the owner may have something
+        else by now."""
+        if self._owners.eager is not None or self._backward or not self.parts:
+            return
+        written = [item[:3] for item in self._kept if any(tensor._version != version for tensor, version in item[3])]
+        parameters = [p for p in self._parameters() if self._leaves[id(p)]._version != self._versions[id(p)]]
+        if not written and not parameters:
+            return
+        control, current = self._owners.caller.control, self.current
+        stale = self._moment != control.moment() or (parameters and not current)
+        self.remember()
+        if stale:
+            path, name = (parameters[0].path, "") if parameters else written[0][:2]
+            raise was_written(repr(join(path, name) if name else path))
+        with aside():
+            for parameter in parameters:
+                parameter.data.copy_(self._leaves[id(parameter)].detach())
+            self._send(written)
+            self._moment = control.moment()
+            if current:
+                self._epoch = control.epoch()
+
+    def _parameters(self) -> Iterator[RemoteParameter]:
+        """Those that have copies."""
+        return (p for p in self._top.parameters() if isinstance(p, RemoteParameter) and id(p) in self._leaves)
 
     def give_back(self) -> None:
         """Send what a forward has changed. ``NotSupported`` for what cannot travel."""
@@ -180,6 +239,7 @@ class Replica:
     def _give_back(self) -> None:
         for parameter in self._top.parameters():
             if isinstance(parameter, RemoteParameter) and self._leaves[id(parameter)]._version != self._versions[id(parameter)]:
+                self._versions[id(parameter)] = self._leaves[id(parameter)]._version
                 raise parameter._refuse("the forward writes into it", "write into it between steps")
         written = [p for p in self._top.parameters() if isinstance(p, RemoteParameter) and self._is_written(p)]
         for parameter in written:
@@ -189,6 +249,7 @@ class Replica:
         if changed or written:
             self._give(changed)
             self._epoch = self._owners.caller.control.epoch()
+        self._note()
 
     def _changed(self) -> list[tuple[str, str, Any]]:
         """Attributes and buffers that are not what they were, as (path of the module, name, value)."""
@@ -202,8 +263,7 @@ class Replica:
                 changed += [item for item in found if not self._is_common(*item)]
         for path, tensor in self.tensors.items():
             if _moved(tensor, self._before[""][path][1]):
-                above, _, name = path.rpartition(".")
-                changed.append((above, name, tensor))
+                changed.append((*_split(path), tensor))
         return changed
 
     def _went_back(self) -> None:
@@ -229,7 +289,7 @@ class Replica:
 
     def _is_common(self, path: str, name: str, value: Any) -> bool:
         """Whether that is the very value that modules here have, too."""
-        held = value is self._before[path].get(name, (_MISSING,))[0]
+        held = path in self._before and value is self._before[path].get(name, (_MISSING,))[0]
         return held and self._owners.settings.is_common(self._workers[path], path, name)
 
     def _check_members(self, path: str, module: nn.Module) -> None:
@@ -301,6 +361,15 @@ def _own(module: nn.Module) -> dict[str, Any]:
     """Buffers, and attributes of its own."""
     attributes = {name: value for name, value in vars(module).items() if name not in INTERNAL}
     return {**module._buffers, **attributes}
+
+
+def _split(path: str) -> tuple[str, str]:
+    above, _, name = path.rpartition(".")
+    return above, name
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
 def _members(module: nn.Module) -> dict[str, Any]:

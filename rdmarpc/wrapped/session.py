@@ -160,6 +160,7 @@ class Session:
             reaching=reaching,
             keeps=functools.partial(_keeps, self.shape, [place.path for place, _ in self.settings.hooked]),
         )
+        self._caller.control.kept = self.here.replica.give_written
         agent.on_peer_lost(self._caller.station.lost)
         self._flags = list(self.ask("flags", dict.fromkeys(remote, ())).values())
         self.seeds = Seeds(agent, remote, self._seed)
@@ -255,6 +256,7 @@ class Session:
                 )
         commands = self.caller.control.sync()
         self.caller.control.asked += 1
+        self.caller.control.changed += method not in _READING
         answer = self.ask(method, {worker: (*args, commands)})[worker]
         self.values.bring_back()
         return answer
@@ -391,6 +393,9 @@ def _keeps(shape: nn.Module, hooked: list[str], path: str) -> bool:
 
 _CHANGING = ("delete", "call", "compile", "load_all", "unhook")
 """Methods of ``Access`` that change more of a part than its tensors, besides ``write``."""
+
+_READING = ("own_state", "state", "save", "optimizer", "optimizer_state", "load_optimizer_state")
+"""Methods of ``Access`` that change nothing of a part."""
 
 
 def _stand_in(part: Any, made: Mapping[int, Any]) -> Any:

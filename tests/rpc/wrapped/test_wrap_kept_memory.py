@@ -227,3 +227,66 @@ def in_batches() -> None:
 
 def test_what_a_part_keeps_of_micro_batches_is_not_written_into():
     drive(in_batches)
+
+
+class First(Keeping):
+    """Keeps the first input, and no other."""
+
+    def forward(self, x):
+        self.last = x if self.last is None else self.last
+        return self.line(x) + 0.5 * self.last
+
+
+class OfFirst(Net):
+    def __init__(self) -> None:
+        super().__init__("nothing")
+        self.part = First("nothing")
+
+
+def again(model: Any, grad: bool) -> list[torch.Tensor]:
+    """One input, which is written in place between the steps, beside others."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    found, first = [], inputs(0)
+    for number in range(5):
+        with torch.set_grad_enabled(grad):
+            y, out = model(inputs(number) if number else first)
+        found.append(y.detach().clone())
+        if grad:
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+        first.add_(number)
+    return found
+
+
+def read_and_loaded(model: Any, grad: bool) -> list[torch.Tensor]:
+    """A state that is taken, and one that is loaded, right after the program has written."""
+    found = []
+    for number in range(4):
+        y, _ = model(inputs(number))
+        with torch.no_grad():
+            y.mul_(2)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        found += [y.detach().clone(), state["part.state"]]
+        if number == 2:
+            with torch.no_grad():
+                y.mul_(2)
+            model.load_state_dict(state)
+    return found
+
+
+def in_this_process() -> None:
+    for grad in (True, False):
+        for how in ("attribute", "object", "buffer", "parameter", "input"):
+            for write in (result, detached, given, copied):
+                came = verdict(Net(how), lambda model: program(model, write, grad), "here")  # noqa: B023
+                stepped = how == "parameter" and grad and write in (result, detached)  # what is written is from before the step
+                expected = "cannot be set there" if how == "object" else WRITTEN if stepped else "equal"
+                assert expected in came, (grad, how, write, came)
+        assert verdict(OfFirst(), lambda model: again(model, grad), "here") == "equal"  # noqa: B023
+        assert verdict(Hooked(), lambda model: program(model, result, grad), "here") == "equal"  # noqa: B023
+        assert verdict(Net("buffer"), lambda model: read_and_loaded(model, grad), "here") == "equal"  # noqa: B023
+
+
+def test_in_this_process_all_of_it_is_as_in_one():
+    drive(in_this_process, timeout=250.0)
