@@ -106,26 +106,13 @@ class Replica:
         self._put_leaves(new)
         self._epoch = self._owners.caller.control.epoch()
         self._owners.settings.give_common(self.parts)
-        self._keep(before)
+        _keep_tensors(before, self.parts, self._workers)
         for (path, name), value in tuple(self.graphs.items()):
             if path in self.parts and _alike(_own(self.parts[path]).get(name), value):
                 setattr(self.parts[path], name, value)
             else:
                 del self.graphs[path, name]
         self.remember()
-
-    def _keep(self, before: dict[str, nn.Module]) -> None:
-        """The tensors that the copies had before may be the program's, too. They stay where their worker has the same: all of
-        them or none, as they may share memory."""
-        found: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
-        for path, module in self.parts.items():
-            old = _own(before[path]) if path in before else {}
-            items = found.setdefault(self._workers[path], [])
-            items += [(module, name, old.get(name), value) for name, value in _own(module).items() if _tensors(value)]
-        for items in found.values():
-            if all(_alike(old, value) for _, _, old, value in items):
-                for module, name, old, _ in items:
-                    (module._buffers if name in module._buffers else vars(module))[name] = old
 
     def _take(self, parameter: RemoteParameter, value: nn.Parameter) -> None:
         """What the owner has now, into the leaf."""
@@ -210,7 +197,8 @@ class Replica:
         if self._owners.eager is not None or self._backward or not self.parts:
             return
         written = [item[:3] for item in self._kept if any(tensor._version != version for tensor, version in item[3])]
-        parameters = [p for p in self._parameters() if self._leaves[id(p)]._version != self._versions[id(p)]]
+        remote = [p for p in self._top.parameters() if isinstance(p, RemoteParameter) and id(p) in self._leaves]
+        parameters = [p for p in remote if self._leaves[id(p)]._version != self._versions[id(p)]]
         if not written and not parameters:
             return
         control, current = self._owners.caller.control, self.current
@@ -226,10 +214,6 @@ class Replica:
             self._moment = control.moment()
             if current:
                 self._epoch = control.epoch()
-
-    def _parameters(self) -> Iterator[RemoteParameter]:
-        """Those that have copies."""
-        return (p for p in self._top.parameters() if isinstance(p, RemoteParameter) and id(p) in self._leaves)
 
     def give_back(self) -> None:
         """Send what a forward has changed. ``NotSupported`` for what cannot travel."""
@@ -355,6 +339,20 @@ def _giver(parameter: RemoteParameter, mixing: Mixing, began: Callable[[], None]
                 there.add_(grad)
 
     return give
+
+
+def _keep_tensors(before: dict[str, nn.Module], parts: dict[str, nn.Module], workers: dict[str, str]) -> None:
+    """The tensors that copies of parts had before may be the program's, too. They stay where their worker has the same: all of
+    them or none, as they may share memory."""
+    found: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
+    for path, module in parts.items():
+        old = _own(before[path]) if path in before else {}
+        items = found.setdefault(workers[path], [])
+        items += [(module, name, old.get(name), value) for name, value in _own(module).items() if _tensors(value)]
+    for items in found.values():
+        if all(_alike(old, value) for _, _, old, value in items):
+            for module, name, old, _ in items:
+                (module._buffers if name in module._buffers else vars(module))[name] = old
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

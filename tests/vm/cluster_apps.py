@@ -52,7 +52,9 @@ def step(name: str, cluster: Cluster, device: str) -> tuple[str, float]:
 
 
 def by_submitit(cluster: Cluster, device: str) -> tuple[str, float]:
-    command = [*_app("grid", device), "cluster=slurm", *cluster_slurm.by_submitit(APP_S, "apps/submitit")]
+    python, flag, module, *options = _app("grid", device)
+    launched = cluster_slurm.by_submitit(APP_S, "apps/submitit")  # its -m has to come before any override
+    command = [python, flag, module, *launched, *options, "cluster=slurm"]
     return _ran(cluster, device, "submitit", lambda run: run(shlex.join(command)))
 
 
