@@ -10,9 +10,9 @@ frame that is written and not counted. Once a device is open, a handler therefor
 
 and not where user's code is only tried out (``postponed``).
 
-A signal that comes elsewhere is raised again at each instruction for a moment, and for a moment more every ``_INSIST_S``. So
-its handler runs as soon as the user's code goes on after short work, and a little later after long work, which a timer (of a
-sampling profiler, say) does not slow down. Signals that come while one waits are one signal.
+A signal that comes elsewhere is raised again at each instruction until then, so its handler runs as soon as the user's code
+goes on. One that comes more often than every ``_INSIST_S`` (the timer of a sampling profiler) would slow all work down. It is
+raised so for a moment, and for a moment more every ``_INSIST_S``. Signals that come while one waits are one signal.
 
 Handlers that Python code sets later are kept in the same way, and ``signal.getsignal`` still returns what the user has set.
 """
@@ -38,7 +38,7 @@ import torch
 LIMIT_S = 1.0
 _INSIST_S = 0.01
 _AT_ONCE = 200
-"""So many times a signal is raised at once: 0.4 ms, in which a small call ends."""
+"""So many times a signal that comes often is raised at once: 0.4 ms, in which a small call ends."""
 
 _PACKAGE = __name__.partition(".")[0]
 _PROGRAMS = tuple(f"{_PACKAGE}.{name}" for name in ("experiments", "cli", "__main__"))
@@ -69,11 +69,14 @@ def interruptible(
 class Kept:
     """A handler of the user, as Python knows it. Main thread only."""
 
+    postponed_s = 0.0
+    """Of all handlers: see ``postponed``."""
+
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
         self._waiting: list[int] = []  # the signal that is still to be handled; a list of its own for each
         self._since = 0.0  # when it came
-        self._left = 0  # so many times more it comes at once
+        self._at_once = self._left = 0  # so many times it is raised at once; so many are left
         self._decides = False
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
@@ -97,15 +100,16 @@ class Kept:
     def _due(self, number: int, frame: FrameType | None) -> bool:
         """Whether the handler runs now. If not, its signal will come again."""
         now, limit, work = time.monotonic(), LIMIT_S, _at_work(frame)
-        if (postponed := _postponed.limit_s) and self.handler is not signal.default_int_handler:
+        if (postponed := self.postponed_s) and self.handler is not signal.default_int_handler:
             limit, work = postponed, True
         if not work or (self._waiting and self._since < now - limit):
             self._waiting.clear()  # nobody sends it again from here on
             signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and has Python run the handlers of what has come
             return True
         if not self._waiting:
-            self._since, self._waiting = now, [number]
-            self._left = 0 if postponed else _AT_ONCE
+            often, self._since, self._waiting = now - self._since < _INSIST_S, now, [number]
+            self._at_once = _AT_ONCE if often else sys.maxsize
+            self._left = 0 if postponed else self._at_once
             try:
                 # Not one of ``threading``, which may be what was interrupted.
                 _thread.start_new_thread(self._insist, (self._waiting,))
@@ -120,18 +124,9 @@ class Kept:
             time.sleep(_INSIST_S)
             if any(signal.getsignal(number) is not self.handler for number in waiting):
                 waiting.clear()
-            self._left = 0 if _postponed.limit_s else _AT_ONCE
+            self._left = 0 if self.postponed_s else self._at_once
             # From within C: between a look and the sending, the main thread could handle it, and would then do so twice.
             deque(map(signal.pthread_kill, repeat(main), waiting), maxlen=0)
-
-
-class _Postponed:
-    """Of the main thread."""
-
-    limit_s = 0.0
-
-
-_postponed = _Postponed()
 
 
 @contextlib.contextmanager
@@ -141,11 +136,11 @@ def postponed(limit_s: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, _postponed.limit_s = _postponed.limit_s, limit_s
+    before, Kept.postponed_s = Kept.postponed_s, limit_s
     try:
         yield
     finally:
-        _postponed.limit_s = before
+        Kept.postponed_s = before
 
 
 def _at_work(frame: FrameType | None) -> bool:

@@ -233,7 +233,8 @@ class Replica:
         if changed or written:
             self._give(changed)
             self._epoch = self._owners.caller.control.epoch()
-        self._note()
+        else:
+            self._note()
 
     def _changed(self) -> list[tuple[str, str, Any]]:
         """Attributes and buffers that are not what they were, as (path of the module, name, value)."""

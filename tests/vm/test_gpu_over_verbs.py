@@ -71,12 +71,12 @@ def late() -> int:
 
 
 def on_gpus() -> int:
-    return trained([(0, gpu.device())])
+    return trained([(0, gpu.device()), (3, gpu.device())])
 
 
 def from_the_cpu() -> int:
     """And to it: copies between host memory and a peer's GPU."""
-    return trained([(3, CPU)])
+    return trained([(3, CPU), (1, CPU)])
 
 
 @pytest.mark.parametrize("body", [on_gpus, from_the_cpu, late], ids=lambda body: body.__name__)
@@ -89,7 +89,7 @@ def test_gpu_to_gpu(body: Callable[[], int], library: str, record_property: Call
 
 
 def test_through_host_memory() -> None:
-    results(run("", partial(on_driver, partial(trained, [(1, CPU)]))))
+    results(run("", partial(on_driver, partial(trained, [(0, CPU)]))))
 
 
 def test_a_worker_is_killed_in_mid_step(library: str) -> None:
