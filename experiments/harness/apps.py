@@ -115,6 +115,9 @@ def meeting(folder: Path) -> Iterator[dict[str, Any]]:
         yield {"meeting_place": place}
 
 
+_COLUMNS = "120"
+
+
 def write_and_show(name: str, result: dict[str, Any], job: dict[str, Any], show: Callable[[], None]) -> None:
     """Writes ``NAME.json``, and shows the result or, for ``json=true``, prints it."""
     folder = run_folder()
@@ -123,6 +126,8 @@ def write_and_show(name: str, result: dict[str, Any], job: dict[str, Any], show:
         json.dump(result, sys.stdout, indent=2)
         print()
         return
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", _COLUMNS)  # a file has no width, and rich squeezes tables into 80
     show()
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".png", ".txt"))
     print(f"in {folder}: {', '.join(others)}")
