@@ -120,19 +120,26 @@ _began: ContextVar[dict[str, Any] | None] = ContextVar("flags as the trace began
 
 
 @contextlib.contextmanager
-def steady_flags(but: str = "") -> Iterator[None]:
-    """Around a trace: what it changes is put back. Raises ``SetsFlag`` if it leaves one changed. ``but``: what the trace itself
-    sets, which is not looked at."""
-    began = flags()
-    token = _began.set({name: value for name, value in began.items() if name != but})
+def steady_flags(wanted: dict[str, Any] | None = None) -> Iterator[None]:
+    """Around a trace, or around a forward within one that has to run under the flags ``wanted``: what it changes is put back.
+    Raises ``SetsFlag`` if it leaves one changed."""
+    found = flags()
+    began = found if wanted is None else wanted
+    set_flags(began)
+    token = _began.set(began)
     try:
         yield
         check_flags()
     finally:
         _began.reset(token)
-        for name, value in flags().items():
-            if value != began[name]:
-                _FLAGS[name][1](began[name])
+        set_flags(found)
+
+
+def set_flags(values: dict[str, Any]) -> None:
+    """To what ``flags`` gave."""
+    for name, value in flags().items():
+        if value != values[name]:
+            _FLAGS[name][1](values[name])
 
 
 def check_flags() -> None:

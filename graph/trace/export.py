@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
-from ..guards.flags import check_flags, steady_flags
+from ..guards.flags import check_flags, flags, set_flags, steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
@@ -65,7 +65,7 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
             no_opaque_calls(),
             _silent(),
             _assignments(model) as assigned,
-            steady_flags(but="backends.mkldnn.enabled"),
+            _steady_forward(model),
             _NoForgotten(),
         ):
             program = torch.export.export(model, args, kwargs, strict=False)
@@ -79,6 +79,21 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         # One that drops nothing gives back what it is given, but not while it is exported.
         raise NotSupported("the forward compares by identity, which an export does otherwise for results of dropout")
     return program
+
+
+@contextlib.contextmanager
+def _steady_forward(model: nn.Module) -> Iterator[None]:
+    """Each forward runs under the flags that the program has now: around it ``torch.export`` turns those of backends off."""
+    now = flags()
+    with contextlib.ExitStack() as end:
+        end.callback(set_flags, now)
+        forward = end.enter_context(contextlib.ExitStack())  # still open where one raised
+        for hook in (
+            model.register_forward_pre_hook(lambda *_: forward.enter_context(steady_flags(now))),
+            model.register_forward_hook(lambda *_: forward.close()),
+        ):
+            end.callback(hook.remove)
+        yield
 
 
 class _NoForgotten(TorchFunctionMode):
