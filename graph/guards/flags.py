@@ -125,18 +125,17 @@ def steady_flags(wanted: dict[str, Any] | None = None) -> Iterator[None]:
     Raises ``SetsFlag`` if it leaves one changed."""
     found = flags()
     began = found if wanted is None else wanted
-    set_flags(began)
+    _set(began)
     token = _began.set(began)
     try:
         yield
         check_flags()
     finally:
         _began.reset(token)
-        set_flags(found)
+        _set(found)
 
 
-def set_flags(values: dict[str, Any]) -> None:
-    """To what ``flags`` gave."""
+def _set(values: dict[str, Any]) -> None:
     for name, value in flags().items():
         if value != values[name]:
             _FLAGS[name][1](values[name])

@@ -8,6 +8,7 @@ parts are what they were when they were exported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import threading
 import warnings
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
-from ..guards.flags import check_flags, flags, set_flags, steady_flags
+from ..guards.flags import check_flags, flags, steady_flags
 from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
@@ -84,16 +85,21 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
 @contextlib.contextmanager
 def _steady_forward(model: nn.Module) -> Iterator[None]:
     """Each forward runs under the flags that the program has now: around it ``torch.export`` turns those of backends off."""
-    now = flags()
-    with contextlib.ExitStack() as end:
-        end.callback(set_flags, now)
-        forward = end.enter_context(contextlib.ExitStack())  # still open where one raised
-        for hook in (
-            model.register_forward_pre_hook(lambda *_: forward.enter_context(steady_flags(now))),
-            model.register_forward_hook(lambda *_: forward.close()),
-        ):
-            end.callback(hook.remove)
+    now, attributes = flags(), vars(model)
+    forward, before = model.forward, attributes.get("forward")
+
+    @functools.wraps(forward)
+    def under_flags(*args: Any, **kwargs: Any) -> Any:
+        with steady_flags(now):
+            return forward(*args, **kwargs)
+
+    attributes["forward"] = under_flags
+    try:
         yield
+    finally:
+        attributes.pop("forward")
+        if before is not None:
+            attributes["forward"] = before
 
 
 class _NoForgotten(TorchFunctionMode):
