@@ -4,7 +4,7 @@ What a TorchScript function computes depends on how often it has run in the proc
 gradients by formulas of their own, whose last bits differ. The operations of one run, written down, would compute neither. So
 a forward that calls one is not traced. A part that stays one operation may call any; its runs without data are not counted.
 
-``torch.cond``, ``while_loop`` and the like compile what they call. In torch 2.13 their first use within a dispatch mode, as in
+``torch.cond``, ``while_loop`` and the like compile what they call. Their first use within a dispatch mode, as in
 a trace, makes every later one in the process fail. So they are refused before that.
 """
 
@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops import utils as operators
+from torch.utils.checkpoint import CheckpointFunction
 
 from ...transport import NotSupported
 
 _KINDS: Any = torch._C.ScriptFunction, torch._C.ScriptMethod
-_COMPILE = "_hop_compile_and_call"  # not in every version of torch
+_COMPILE = "setup_compilation_env"
+"""What ``torch.cond`` and its like look up when they compile; not in every version of torch."""
 
 
 @contextlib.contextmanager
@@ -38,25 +40,25 @@ def no_opaque_calls(allowed: Callable[[], bool] = lambda: False) -> Iterator[Non
 
         return call
 
-    compile_and_call = getattr(operators, _COMPILE, None)
+    compiles = getattr(operators, _COMPILE, None)
 
-    def controlled(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if compile_and_call is None or threading.get_ident() == thread:
+    def controlled() -> Any:
+        if compiles is None or threading.get_ident() == thread:
             raise NotSupported("the forward calls torch.cond, or another operator that compiles what it is given")
-        return compile_and_call(function, *args, **kwargs)
+        return compiles()
 
     originals = [(kind, kind.__call__) for kind in _KINDS]
     for kind, original in originals:
         kind.__call__ = refusing(original)
-    if compile_and_call is not None:
+    if compiles is not None:
         setattr(operators, _COMPILE, controlled)
     try:
         yield
     finally:
         for kind, original in originals:
             kind.__call__ = original
-        if compile_and_call is not None:
-            setattr(operators, _COMPILE, compile_and_call)
+        if compiles is not None:
+            setattr(operators, _COMPILE, compiles)
 
 
 @contextlib.contextmanager
@@ -73,10 +75,12 @@ def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict
         nonlocal handled
         if threading.get_ident() != thread or handled:
             return super(base, cls).apply(*args, **kwargs)
-        if cls.__module__ == "torch.utils.checkpoint":
+        if cls is CheckpointFunction:
             raise NotSupported(
                 "checkpoint(..., use_reentrant=True) calls a function once more in the backward, a trace does not"
             )
+        if cls.__module__ == "torch.utils.checkpoint":  # in older versions all others had one that keeps their inputs
+            return super(base, cls).apply(*args, **kwargs)
         handled = True
         try:
             return handle(original.__get__(None, cls), args, kwargs)

@@ -13,6 +13,7 @@ shapes. The names of the built-in methods are taken, and ``"auto"`` tries only t
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -116,11 +117,23 @@ def _watched(
 ) -> Capture:
     paths = FastPaths(cut_attention(model, whole))
     with paths.off():
-        found: Capture = watched(make, model, whole, away)
+        try:
+            found: Capture = watched(make, model, whole, away)
+        except Exception as error:
+            _clear_frames(error)
+            raise
     if found.how == "export":
         paths.check_export()
     found.general = paths.general
     return found
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """What a failed trace had entered ends now, not when the error is forgotten: older versions of ``torch.utils.checkpoint``
+    leave their hooks set until then."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
