@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from ...transport import NotSupported
 
 PYTHON, NUMPY = "Python's random", "numpy.random"
 _WORDS = 624
@@ -91,3 +94,20 @@ def _numpy_mark(generator: Any) -> Any:
     if type(generator).__name__ != "MT19937":
         return repr(generator.state)
     return ctypes.c_int.from_address(place + 4 * _WORDS).value, ctypes.c_uint32.from_address(place).value
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse a trace that draws from torch's generator: it would draw once and for all. The generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            raise drawn_once("torch's generator, not from a traced operation")
+
+
+def drawn_once(what: str) -> NotSupported:
+    return NotSupported(
+        f"the forward draws random numbers from {what}, which a trace would do once and for all",
+        hint="a part that lies at one worker as a whole may do so",
+    )

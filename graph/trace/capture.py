@@ -31,8 +31,9 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..guards.content import Content, foreign
-from ..guards.flags import ActsAgain, check_flags, runs_again, steady_flags
-from ..guards.opaque import custom_functions
+from ..guards.flags import check_flags, steady_flags
+from ..guards.generators import undrawn
+from ..guards.opaque import ActsAgain, custom_functions, runs_again
 from ..guards.roots import Root
 from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
@@ -50,7 +51,7 @@ from .values import (
     encode,
     leaves_of,
 )
-from .watch import HOOKS, Changes, Unwatched, alone, check_tensors, undrawn, untouched
+from .watch import HOOKS, Changes, Unwatched, alone, check_tensors, untouched
 from .writes import (
     UNSEEN,
     Augmented,

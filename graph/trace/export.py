@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..guards.flags import check_flags, flags, steady_flags
+from ..guards.generators import undrawn
 from ..guards.opaque import custom_functions, no_opaque_calls
 from .capture import (
     Capture,
@@ -39,7 +40,7 @@ from .capture import (
     unchanged,
 )
 from .values import check_question, encode
-from .watch import compares, undrawn
+from .watch import compares
 from .writes import finish, sets_on_tensor, writes_beyond
 
 
@@ -76,9 +77,9 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         raise NotSupported(f"torch.export of {type(model).__name__} failed, not strict: {first_line(error)}") from error
     if assigned:
         raise sets_attribute(*assigned[0])
-    if compares() and any("dropout" in str(node.target) for node in program.graph.nodes):
+    if (name := compares()) and any("dropout" in str(node.target) for node in program.graph.nodes):
         # One that drops nothing gives back what it is given, but not while it is exported.
-        raise NotSupported("the forward compares by identity, which an export does otherwise for results of dropout")
+        raise NotSupported(f"{name} compares by identity, which an export does otherwise for results of dropout")
     return program
 
 

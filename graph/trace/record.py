@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
-from ..guards.flags import ActsAgain, runs_again, steady_flags
-from ..guards.opaque import custom_functions, no_opaque_calls
+from ..guards.flags import steady_flags
+from ..guards.generators import undrawn
+from ..guards.opaque import ActsAgain, custom_functions, no_opaque_calls, runs_again
 from ..guards.side_effects import has_code
 from ..guards.snapshot import Snapshot
 from .capture import (
@@ -53,7 +54,7 @@ from .values import (
     pick,
     tensors_of,
 )
-from .watch import Unwatched, undrawn
+from .watch import Unwatched
 from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_tensor, writes_beyond
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ...transport.interrupts import postponed
 from ..guards.content import MISSING, Content, foreign
-from ..guards.generators import draw_again, drawn_since, generators
+from ..guards.generators import draw_again, drawn_once, drawn_since, generators
 from ..guards.instructions import Instructions
 from ..guards.opaque import uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
@@ -51,20 +51,6 @@ GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _HINT = "a part that lies at one worker as a whole may do so"
 _OWN = ("_tensor_constant", "_flat_weight")
 """Attributes that traces, and torch's own modules, set for themselves."""
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Refuse a trace that draws from torch's generator: it would draw once and for all. The generator stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        yield
-        if not torch.equal(before, torch.get_rng_state()):
-            raise draws("torch's generator, not from a traced operation")
-
-
-def draws(what: str) -> NotSupported:
-    return NotSupported(f"the forward draws random numbers from {what}, which a trace would do once and for all", hint=_HINT)
 
 
 class Watch:
@@ -163,7 +149,7 @@ class Watch:
         for error in (*self._refused, *(() if exported else self._outside)):
             raise error
         for name in self._drawn:
-            raise draws(name)
+            raise drawn_once(name)
         if self._drawn_there:
             raise self._drawn_there[0]
         if not self._inlined and (label := self.changed_there()):
@@ -208,9 +194,10 @@ class Watch:
         """Something changed that parts at other workers name, if anything."""
         return next((label for label, _, away in self._changed if away), "")
 
-    def compares(self) -> bool:
-        """Whether the forward, or a part, may compare tensors by identity."""
-        return any(map(compares_identity, self._ran(0, 1, 2)))
+    def compares(self) -> str:
+        """A function of the forward, or of a part, that may compare tensors by identity, if there is one."""
+        codes = filter(compares_identity, self._ran(0, 1, 2))
+        return next((f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in codes), "")
 
     def _ran(self, *where: int) -> list[types.CodeType]:
         """The user's functions that have run."""
@@ -389,9 +376,9 @@ def check_tensors(part: nn.Module) -> None:
         _current.watch.check_tensors(part)
 
 
-def compares() -> bool:
+def compares() -> str:
     """See ``Watch.compares``, of the watch of this thread, if there is one."""
-    return _current.watch is not None and _current.watch.compares()
+    return _current.watch.compares() if _current.watch is not None else ""
 
 
 class Unwatched(TorchDispatchMode):
@@ -539,7 +526,7 @@ def _check_leaves(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(leaf, torch.Generator):
-                raise draws("a generator of its own")
+                raise drawn_once("a generator of its own")
             if isinstance(leaf, torch.Tensor):
                 raise NotSupported(f"{node.name} has a tensor that comes from no operation that was seen")
 
