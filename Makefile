@@ -43,6 +43,8 @@ QUIET := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/tr
 	$(addsuffix .py,$(addprefix tests/,$(addprefix rpc/gradients/test_autograd_,errors memory results) \
 	$(addprefix rpc/calls/test_,calls errors) rpc/links/test_silence \
 	$(addprefix transport/contract/test_,peers stress) $(addprefix transport/peers/test_,heartbeat strangers)))
+# Hundreds of processes import the package, so it is compiled once, whatever the caller's environment says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \

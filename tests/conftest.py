@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -30,6 +31,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+gc.disable()  # until all tests are there: imports leave no garbage, and looking for it takes 40 % of their time
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs seconds, or gigabytes")
     config.addinivalue_line("markers", "gpu: needs a GPU, CUDA's or the one in software (gpu.py)")
@@ -52,6 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What takes long, and once, is done before the first test's limit of time begins."""
+    gc.collect()
+    gc.freeze()  # nor is it looked for among what was imported, here or in processes that are forked from this one
+    gc.enable()
     if session.config.option.collectonly:
         return
     uses = (item.get_closest_marker("gpu") or hasattr(getattr(item, "module", None), "softgpu") for item in session.items)
