@@ -6,12 +6,26 @@ a forward that calls one is not traced. A part that stays one operation may call
 
 ``torch.cond``, ``while_loop`` and the like compile what they call. Their first use within a dispatch mode, as in
 a trace, makes every later one in the process fail. So they are refused before that.
+
+What a forward prints, logs, writes to a file or sends, a trace does once and a graph never. It is refused before it is done.
 """
 
 from __future__ import annotations
 
+import _io
+import _queue
+import _socket
+import builtins
 import contextlib
+import csv
+import io
+import logging
+import os
+import signal
+import sys
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +34,7 @@ from torch._higher_order_ops import utils as operators
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...transport import NotSupported
+from .content import foreign
 
 _KINDS: Any = torch._C.ScriptFunction, torch._C.ScriptMethod
 _COMPILE = "setup_compilation_env"
@@ -92,6 +107,84 @@ def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict
         yield
     finally:
         del base.apply  # type: ignore[attr-defined]
+
+
+_WRITERS = (_io._IOBase, _socket.socket, _queue.SimpleQueue, type(csv.writer(io.StringIO())))
+_WRITES = frozenset(["write", "writelines", "writerow", "writerows", "send", "sendall", "sendto", "put"])
+_ACTS = frozenset(
+    [os.write, os.kill, os.system, os.remove, os.rename, os.replace, os.mkdir, os.rmdir, signal.raise_signal, time.sleep]
+)
+ACT_NAMES = _WRITES | {function.__name__ for function in _ACTS}
+"""The names of functions that may be such as ``acts`` tells of."""
+
+
+_PACKAGES = {
+    "queue": "put get put_nowait get_nowait",
+    "multiprocessing": "send recv send_bytes recv_bytes put get put_nowait get_nowait start set clear acquire release wait",
+    "threading": "start set clear acquire release wait notify notify_all",
+    "concurrent": "submit map result",
+    "asyncio": "run run_until_complete",
+    "subprocess": "run call check_call check_output __init__",
+    "pathlib": "open write_text write_bytes touch mkdir unlink rename replace rmdir",
+    "shutil": "copy copy2 copyfile copytree move rmtree",
+    "urllib": "urlopen urlretrieve",
+    "torch": "save",
+}
+_ACTING = {package: frozenset(names.split()) for package, names in _PACKAGES.items()}
+
+
+def acts_by(frame: types.FrameType) -> bool:
+    """As ``acts``, of a function of Python's library or of torch that has just been called, by somebody else."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    if frame.f_code.co_name not in _ACTING.get(package, ()) or frame.f_back is None:
+        return False
+    return not foreign(frame.f_back.f_globals.get("__name__"))
+
+
+def acts(function: Any) -> bool:
+    """Whether a call of this function of C is seen outside of the process: it writes, sends, sleeps or signals."""
+    writes = getattr(function, "__name__", "") in _WRITES and isinstance(getattr(function, "__self__", None), _WRITERS)
+    return writes or function in _ACTS
+
+
+@contextlib.contextmanager
+def no_output(here: Callable[[], bool], refuse: Callable[[str], None]) -> Iterator[None]:
+    """While this lasts, ``refuse`` is told what this thread prints, logs or opens where ``here()``, and it is not done. What
+    torch and Python print or log is, and so is what a library logs once in a process (``warning_once``)."""
+    thread = threading.get_ident()
+    say, begin, handle = builtins.print, builtins.open, logging.Logger.handle
+
+    def own(frame: Any) -> bool:
+        while frame.f_globals.get("__name__") == "logging":
+            frame = frame.f_back
+        once = frame.f_code.co_name.endswith("_once")
+        return threading.get_ident() == thread and here() and not once and not foreign(frame.f_globals.get("__name__"))
+
+    def printed(*args: Any, **kwargs: Any) -> None:
+        if not own(sys._getframe(1)):
+            say(*args, **kwargs)
+        else:
+            refuse("prints, which a trace would do once")
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if not own(sys._getframe(1)):
+            return begin(*args, **kwargs)
+        refuse("opens a file, which a trace would do once")
+        raise NotSupported("the forward opens a file, which a trace would do once")
+
+    def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if not own(sys._getframe(1)):
+            handle(logger, record)
+        else:
+            refuse("logs, which a trace would do once")
+
+    builtins.print, builtins.open = printed, opened
+    logging.Logger.handle = handled  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        builtins.print, builtins.open = say, begin
+        logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 def uncounted() -> contextlib.AbstractContextManager[Any]:

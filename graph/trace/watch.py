@@ -30,7 +30,7 @@ from ...transport.interrupts import postponed
 from ..guards.content import MISSING, Content, foreign
 from ..guards.generators import draw_again, drawn_once, drawn_since, generators
 from ..guards.instructions import Instructions
-from ..guards.opaque import uncounted
+from ..guards.opaque import ACT_NAMES, acts, acts_by, no_output, uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
 from ..guards.roots import (
     ClassTable,
@@ -266,27 +266,20 @@ class Watch:
     @contextlib.contextmanager
     def _builtins(self, thread: int) -> Iterator[None]:
         """Functions of Python that a forward may call and a trace has no operation for."""
-        say, variables = builtins.print, builtins.vars
-
-        def outside() -> bool:
-            return threading.get_ident() != thread or foreign(sys._getframe(2).f_globals.get("__name__"))
-
-        def printed(*args: Any, **kwargs: Any) -> None:
-            if outside():
-                say(*args, **kwargs)
-            elif not self._at:
-                self._refuse("prints, which a trace would do once")
+        variables = builtins.vars
 
         def listed(*given: Any) -> Any:
-            if given and isinstance(given[0], torch.Tensor) and not self._at and not outside():
+            own = threading.get_ident() == thread and not self._at and not foreign(sys._getframe(1).f_globals.get("__name__"))
+            if own and given and isinstance(given[0], torch.Tensor):
                 self._refuse("asks for vars() of a tensor, which has others in a trace")
             return variables(*given) if given else sys._getframe(1).f_locals
 
-        builtins.print, builtins.vars = printed, listed
+        builtins.vars = listed
         try:
-            yield
+            with no_output(lambda: not self._at, self._refuse):
+                yield
         finally:
-            builtins.print, builtins.vars = say, variables
+            builtins.vars = variables
 
     def check_tensors(self, part: nn.Module) -> None:
         """Raise ``NotSupported`` for a whole part that is called while it has other tensors than its own, or while parametrized
@@ -323,10 +316,19 @@ class Watch:
             self._asked_types[self._at].append(frame.f_code.co_name)
 
     def _asked(self, frame: types.FrameType, event: str, arg: Any) -> None:
-        """A function of C is called; watched from where a function has the name of a clock on."""
-        clock = event == "c_call" and not self._at and getattr(arg, "__name__", "") in _CLOCK_NAMES and arg in _CLOCKS
-        if clock and not _collects(frame) and frame.f_globals.get("__name__", "").partition(".")[0] not in _EXCUSED:
+        """A function of C is called; watched from where a function has the name of a clock, or of what acts, on."""
+        if event != "c_call" or self._at:
+            return
+        name = getattr(arg, "__name__", "")
+        if name in ACT_NAMES and acts(arg) and not foreign(frame.f_globals.get("__name__")):
+            raise self._acts(name)
+        if name in _CLOCK_NAMES and arg in _CLOCKS and not _collects(frame) and _package(frame) not in _EXCUSED:
             self._refuse(f"calls {arg.__name__}(), which gives another value every time")
+
+    def _acts(self, name: str) -> NotSupported:
+        """Raised, so that it is not called; kept, as the forward may catch it."""
+        self._refuse(f"calls {name}(), which a trace would do once")
+        return self._refused[-1]
 
     def _refuse(self, what: str, kind: type[NotSupported] = NotSupported) -> None:
         self._refused.append(kind(f"the forward {what}", hint=_HINT))
@@ -336,10 +338,13 @@ class Watch:
         codes[code] = None
         if code in _REGISTER and not self._at and not self._internal(frame.f_back):
             self._refuse(f"registers hooks ({code.co_name})", Changes)
+        if not self._at and acts_by(frame):
+            raise self._acts(code.co_name)
         importing = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
         if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame):
             return
-        if not self._at and any(type(value) is _BUILTIN and value in _CLOCKS for value in named_in(code, frame.f_globals)):
+        clocks = (type(value) is _BUILTIN and value in _CLOCKS for value in named_in(code, frame.f_globals))
+        if not self._at and (not ACT_NAMES.isdisjoint(code.co_names) or any(clocks)):
             sys.setprofile(self._asked)  # one that somebody else has set is gone then
         made = [other for other, table in codes.items() if table is not None]
         codes[code] = frame.f_globals
@@ -540,6 +545,11 @@ def _reads(frame: types.FrameType) -> bool:
 def _collects(frame: types.FrameType) -> bool:
     """Whether the garbage collector has called this, not the forward."""
     return any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
+
+
+def _package(frame: types.FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 def _method_of(frame: types.FrameType) -> types.FunctionType | None:
