@@ -15,7 +15,8 @@ FOLDERS = {
     "rdmarpc.experiments": "experiments",
 }
 
-TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
+# torch.fx runs tqdm where it is installed, so captures have to do with it.
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest", "tqdm"]
 ZOO = ["torchvision", "timm", "transformers>=5", "torch_geometric", "lightning", "accelerate"]
 _MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]
 # fedml, machin and fairscale come without what they require (make clients).

@@ -120,6 +120,15 @@ def foreign(module: str | None) -> bool:
     return first in _FOREIGN or first.startswith("_frozen") or (first == "rdmarpc" and not rest.startswith("experiments"))
 
 
+def imported_by(frame: types.FrameType | None) -> bool:
+    """Whether an import has called this function (a finder of editable packages, for example), not a forward that we trace."""
+    while frame is not None and not (name := frame.f_globals.get("__name__", "")).startswith("rdmarpc."):
+        if name.startswith(("importlib.", "_frozen_importlib")):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def settings_of(kind: type) -> dict[str, Any]:
     """The attributes that a class of the user's has itself and that are data."""
     if foreign(kind.__module__):
@@ -321,6 +330,7 @@ _PLACID = (
 """Objects that a forward may use, and whose state decides nothing."""
 _STATEFUL = (random.Random, io.IOBase, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, memoryview, bytearray, Iterator)
 _LIBRARIES = (
-    "torch numpy functorch triton sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions setuptools numba"
+    "torch numpy functorch triton sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions setuptools numba "
+    "tqdm optree opt_einsum packaging llvmlite cupy"
 )
 _FOREIGN = frozenset(_LIBRARIES.split()) | sys.stdlib_module_names | {"builtins"}

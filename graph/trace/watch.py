@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ...transport.interrupts import postponed
-from ..guards.content import MISSING, Content, foreign
+from ..guards.content import MISSING, Content, foreign, imported_by
 from ..guards.generators import draw_again, drawn_once, drawn_since, generators
 from ..guards.instructions import Instructions
 from ..guards.opaque import ACT_NAMES, acts, acts_by, no_output, uncounted
@@ -341,7 +341,7 @@ class Watch:
         if not self._at and acts_by(frame):
             raise self._acts(code.co_name)
         importing = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
-        if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame):
+        if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame) or imported_by(frame.f_back):
             return
         clocks = (type(value) is _BUILTIN and value in _CLOCKS for value in named_in(code, frame.f_globals))
         if not self._at and (not ACT_NAMES.isdisjoint(code.co_names) or any(clocks)):

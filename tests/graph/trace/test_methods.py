@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,3 +140,37 @@ def test_an_export_runs_the_forward(act: str) -> None:
     """Reading its code, as a strict export does, would forget hooks, and take tensors that are written for constants."""
     with pytest.raises(NotSupported, match="not strict: this runs no Python"):
         export(skeleton(Compiled(act)), specs_of([torch.ones(2, 3)]), lambda x: ((x,), {}))
+
+
+class Finder:
+    """An import hook, as of editable packages, that compares by identity and keeps something."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        self.asked.append(name)
+        assert self is not name
+
+
+def test_what_imports_run_is_not_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward, or torch within a trace, may import something for the first time."""
+    finder = Finder()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+
+    class Imports(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import colorsys  # noqa: F401
+
+            return nn.functional.dropout(self.layer(x))
+
+    for method in ("fx", "export"):
+        monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+        given = skeleton(Imports()), specs_of([torch.randn(2, 4)]), lambda *given: (given, {})
+        found, _ = capture_by(methods_of(method), *given, lambda path: True)
+        assert found.how == method
+    assert finder.asked.count("colorsys") == 2
