@@ -17,8 +17,31 @@ from rdmarpc.graph.trace.methods import capture_by, methods_of
 from rdmarpc.graph.trace.watch import Busy
 
 WAIT_S = 60
-BEGAN: dict[str, threading.Event] = {}
-GO: dict[str, threading.Event] = {}
+
+
+class Flag:
+    """An event of a lock: a forward that sets a real one, or waits for it, is refused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        if self._lock.locked():
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        return not self._lock.locked()
+
+    def wait(self, timeout: float) -> bool:
+        had = self._lock.acquire(timeout=timeout)
+        if had:
+            self._lock.release()
+        return had
+
+
+BEGAN: dict[str, Flag] = {}
+GO: dict[str, Flag] = {}
 """A forward has begun, and may go on, by the model's name."""
 
 
@@ -59,7 +82,7 @@ class Lock:
 def nothing_is_left():
     before = patched()
     for name in ("first", "second"):
-        BEGAN[name], GO[name] = threading.Event(), threading.Event()
+        BEGAN[name], GO[name] = Flag(), Flag()
     yield
     assert all(now is then for now, then in zip(patched(), before))
 
