@@ -120,9 +120,15 @@ def foreign(module: str | None) -> bool:
     return first in _FOREIGN or first.startswith("_frozen") or (first == "rdmarpc" and not rest.startswith("experiments"))
 
 
+def package_of(frame: types.FrameType) -> str:
+    """The package whose function this is the frame of."""
+    name: str = frame.f_globals.get("__name__") or ""
+    return name.partition(".")[0]
+
+
 def imported_by(frame: types.FrameType | None) -> bool:
     """Whether an import has called this function (a finder of editable packages, for example), not a forward that we trace."""
-    while frame is not None and not (name := frame.f_globals.get("__name__", "")).startswith("rdmarpc."):
+    while frame is not None and not (name := frame.f_globals.get("__name__") or "").startswith("rdmarpc."):
         if name.startswith(("importlib.", "_frozen_importlib")):
             return True
         frame = frame.f_back

@@ -4,8 +4,8 @@ What a TorchScript function computes depends on how often it has run in the proc
 gradients by formulas of their own, whose last bits differ. The operations of one run, written down, would compute neither. So
 a forward that calls one is not traced. A part that stays one operation may call any; its runs without data are not counted.
 
-``torch.cond``, ``while_loop`` and the like compile what they call. Their first use within a dispatch mode, as in
-a trace, makes every later one in the process fail. So they are refused before that.
+``torch.cond``, ``while_loop`` and the like compile what they call. Their first use within a dispatch mode, as in a trace, makes
+every later one in the process fail. So they are refused before that.
 
 What a forward prints, logs, writes to a file or sends, a trace does once and a graph never. It is refused before it is done.
 """
@@ -34,7 +34,7 @@ from torch._higher_order_ops import utils as operators
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...transport import NotSupported
-from .content import foreign
+from .content import foreign, package_of
 
 _KINDS: Any = torch._C.ScriptFunction, torch._C.ScriptMethod
 _COMPILE = "setup_compilation_env"
@@ -116,8 +116,8 @@ _ACTS = frozenset(
 )
 ACT_NAMES = _WRITES | {function.__name__ for function in _ACTS}
 """The names of functions that may be such as ``acts`` tells of."""
-
-
+_ONCE = frozenset(f"{level}_once" for level in ("debug", "info", "log", "warn", "warning", "error"))
+"""What libraries call functions that log a text once in a process."""
 _PACKAGES = {
     "queue": "put get put_nowait get_nowait",
     "multiprocessing": "send recv send_bytes recv_bytes put get put_nowait get_nowait start set clear acquire release wait",
@@ -135,8 +135,7 @@ _ACTING = {package: frozenset(names.split()) for package, names in _PACKAGES.ite
 
 def acts_by(frame: types.FrameType) -> bool:
     """As ``acts``, of a function of Python's library or of torch that has just been called, by somebody else."""
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    if frame.f_code.co_name not in _ACTING.get(package, ()) or frame.f_back is None:
+    if frame.f_code.co_name not in _ACTING.get(package_of(frame), ()) or frame.f_back is None:
         return False
     return not foreign(frame.f_back.f_globals.get("__name__"))
 
@@ -148,17 +147,15 @@ def acts(function: Any) -> bool:
 
 
 @contextlib.contextmanager
-def no_output(here: Callable[[], bool], refuse: Callable[[str], None]) -> Iterator[None]:
+def no_output(here: Callable[[], bool], refuse: Callable[[str], NotSupported]) -> Iterator[None]:
     """While this lasts, ``refuse`` is told what this thread prints, logs or opens where ``here()``, and it is not done. What
-    torch and Python print or log is, and so is what a library logs once in a process (``warning_once``)."""
+    torch and Python print or log is, and so is what a library logs once in a process (``warning_once``). ``vars()`` of a
+    tensor is told, too."""
     thread = threading.get_ident()
-    say, begin, handle = builtins.print, builtins.open, logging.Logger.handle
+    say, begin, variables, handle = builtins.print, builtins.open, builtins.vars, logging.Logger.handle
 
     def own(frame: Any) -> bool:
-        while frame.f_globals.get("__name__") == "logging":
-            frame = frame.f_back
-        once = frame.f_code.co_name.endswith("_once")
-        return threading.get_ident() == thread and here() and not once and not foreign(frame.f_globals.get("__name__"))
+        return threading.get_ident() == thread and here() and not foreign(frame.f_globals.get("__name__"))
 
     def printed(*args: Any, **kwargs: Any) -> None:
         if not own(sys._getframe(1)):
@@ -167,23 +164,30 @@ def no_output(here: Callable[[], bool], refuse: Callable[[str], None]) -> Iterat
             refuse("prints, which a trace would do once")
 
     def opened(*args: Any, **kwargs: Any) -> Any:
-        if not own(sys._getframe(1)):
-            return begin(*args, **kwargs)
-        refuse("opens a file, which a trace would do once")
-        raise NotSupported("the forward opens a file, which a trace would do once")
+        if own(sys._getframe(1)):
+            raise refuse("opens a file, which a trace would do once")
+        return begin(*args, **kwargs)
+
+    def listed(*given: Any) -> Any:
+        if given and isinstance(given[0], torch.Tensor) and own(sys._getframe(1)):
+            refuse("asks for vars() of a tensor, which has others in a trace")
+        return variables(*given) if given else sys._getframe(1).f_locals
 
     def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if not own(sys._getframe(1)):
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__") == "logging":
+            frame = frame.f_back
+        if frame.f_code.co_name in _ONCE or not own(frame):
             handle(logger, record)
         else:
             refuse("logs, which a trace would do once")
 
-    builtins.print, builtins.open = printed, opened
+    builtins.print, builtins.open, builtins.vars = printed, opened, listed
     logging.Logger.handle = handled  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        builtins.print, builtins.open = say, begin
+        builtins.print, builtins.open, builtins.vars = say, begin, variables
         logging.Logger.handle = handle  # type: ignore[method-assign]
 
 

@@ -7,7 +7,6 @@ be lost, and is refused. What Python objects were before the trace they are agai
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import datetime
 import gc
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ...transport.interrupts import postponed
-from ..guards.content import MISSING, Content, foreign, imported_by
+from ..guards.content import MISSING, Content, foreign, imported_by, package_of
 from ..guards.generators import draw_again, drawn_once, drawn_since, generators
 from ..guards.instructions import Instructions
 from ..guards.opaque import ACT_NAMES, acts, acts_by, no_output, uncounted
@@ -252,7 +251,7 @@ class Watch:
         _current.watch = self
         sys.settrace(self._called)
         try:
-            with self._builtins(thread), self._instructions.running():
+            with no_output(lambda: not self._at, self._refuse), self._instructions.running():
                 yield
         finally:
             sys.settrace(trace)
@@ -262,24 +261,6 @@ class Watch:
             with contextlib.suppress(AttributeError):
                 del nn.Module.__getattribute__
             nn.Module.__call__, nn.Module.__setattr__ = call, assign  # type: ignore[method-assign]
-
-    @contextlib.contextmanager
-    def _builtins(self, thread: int) -> Iterator[None]:
-        """Functions of Python that a forward may call and a trace has no operation for."""
-        variables = builtins.vars
-
-        def listed(*given: Any) -> Any:
-            own = threading.get_ident() == thread and not self._at and not foreign(sys._getframe(1).f_globals.get("__name__"))
-            if own and given and isinstance(given[0], torch.Tensor):
-                self._refuse("asks for vars() of a tensor, which has others in a trace")
-            return variables(*given) if given else sys._getframe(1).f_locals
-
-        builtins.vars = listed
-        try:
-            with no_output(lambda: not self._at, self._refuse):
-                yield
-        finally:
-            builtins.vars = variables
 
     def check_tensors(self, part: nn.Module) -> None:
         """Raise ``NotSupported`` for a whole part that is called while it has other tensors than its own, or while parametrized
@@ -321,17 +302,14 @@ class Watch:
             return
         name = getattr(arg, "__name__", "")
         if name in ACT_NAMES and acts(arg) and not foreign(frame.f_globals.get("__name__")):
-            raise self._acts(name)
-        if name in _CLOCK_NAMES and arg in _CLOCKS and not _collects(frame) and _package(frame) not in _EXCUSED:
+            raise self._refuse(f"calls {name}(), which a trace would do once")  # so it is not called
+        if name in _CLOCK_NAMES and arg in _CLOCKS and not _collects(frame) and package_of(frame) not in _EXCUSED:
             self._refuse(f"calls {arg.__name__}(), which gives another value every time")
 
-    def _acts(self, name: str) -> NotSupported:
-        """Raised, so that it is not called; kept, as the forward may catch it."""
-        self._refuse(f"calls {name}(), which a trace would do once")
-        return self._refused[-1]
-
-    def _refuse(self, what: str, kind: type[NotSupported] = NotSupported) -> None:
+    def _refuse(self, what: str, kind: type[NotSupported] = NotSupported) -> NotSupported:
+        """The error is kept, as the forward may catch one that is raised."""
         self._refused.append(kind(f"the forward {what}", hint=_HINT))
+        return self._refused[-1]
 
     def _first(self, frame: types.FrameType, code: types.CodeType, codes: dict[Any, Any]) -> None:
         """A function runs for the first time."""
@@ -339,7 +317,7 @@ class Watch:
         if code in _REGISTER and not self._at and not self._internal(frame.f_back):
             self._refuse(f"registers hooks ({code.co_name})", Changes)
         if not self._at and acts_by(frame):
-            raise self._acts(code.co_name)
+            raise self._refuse(f"calls {code.co_name}(), which a trace would do once")
         importing = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
         if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame) or imported_by(frame.f_back):
             return
@@ -545,11 +523,6 @@ def _reads(frame: types.FrameType) -> bool:
 def _collects(frame: types.FrameType) -> bool:
     """Whether the garbage collector has called this, not the forward."""
     return any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
-
-
-def _package(frame: types.FrameType) -> str:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0]
 
 
 def _method_of(frame: types.FrameType) -> types.FunctionType | None:

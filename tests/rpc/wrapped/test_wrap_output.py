@@ -40,6 +40,15 @@ def warning_once(text: str) -> None:
     LOG.warning(text)
 
 
+def forward_once() -> None:
+    """A common name in models of pairs."""
+    LOG.info("x")
+
+
+def print_once() -> None:
+    print("x", file=TEXT)
+
+
 def opens() -> None:
     with open(os.environ["A_FILE"], "a") as file:
         file.write("x\n")
@@ -80,6 +89,8 @@ EFFECTS: dict[str, Callable[[], object]] = {
     "log": lambda: LOG.info("x"),
     "adapted": lambda: ADAPTED.info("x"),
     "once": lambda: warning_once("x"),
+    "forward once": forward_once,
+    "print once": print_once,
     "debug": lambda: LOG.debug("nobody hears this"),
     "write": lambda: TEXT.write("x\n"),
     "row": lambda: ROWS.writerow("x"),
