@@ -133,17 +133,23 @@ _PACKAGES = {
 _ACTING = {package: frozenset(names.split()) for package, names in _PACKAGES.items()}
 
 
-def acts_by(frame: types.FrameType) -> bool:
-    """As ``acts``, of a function of Python's library or of torch that has just been called, by somebody else."""
-    if frame.f_code.co_name not in _ACTING.get(package_of(frame), ()) or frame.f_back is None:
-        return False
-    return not foreign(frame.f_back.f_globals.get("__name__"))
+def called_to_act(frame: types.FrameType) -> types.FrameType | None:
+    """Who has just called a function of Python's library or of torch that does what ``acts`` tells of, if it is neither."""
+    caller = frame.f_back
+    if frame.f_code.co_name not in _ACTING.get(package_of(frame), ()) or caller is None:
+        return None
+    return None if foreign(caller.f_globals.get("__name__")) else caller
 
 
 def acts(function: Any) -> bool:
     """Whether a call of this function of C is seen outside of the process: it writes, sends, sleeps or signals."""
     writes = getattr(function, "__name__", "") in _WRITES and isinstance(getattr(function, "__self__", None), _WRITERS)
     return writes or function in _ACTS
+
+
+def done_once(what: str, frame: types.FrameType) -> str:
+    """Why a forward whose frame this is cannot be captured."""
+    return f"{what} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, which a trace would do once"
 
 
 @contextlib.contextmanager
@@ -161,11 +167,11 @@ def no_output(here: Callable[[], bool], refuse: Callable[[str], NotSupported]) -
         if not own(sys._getframe(1)):
             say(*args, **kwargs)
         else:
-            refuse("prints, which a trace would do once")
+            refuse(done_once("prints", sys._getframe(1)))
 
     def opened(*args: Any, **kwargs: Any) -> Any:
         if own(sys._getframe(1)):
-            raise refuse("opens a file, which a trace would do once")
+            raise refuse(done_once("opens a file", sys._getframe(1)))
         return begin(*args, **kwargs)
 
     def listed(*given: Any) -> Any:
@@ -180,7 +186,7 @@ def no_output(here: Callable[[], bool], refuse: Callable[[str], NotSupported]) -
         if frame.f_code.co_name in _ONCE or not own(frame):
             handle(logger, record)
         else:
-            refuse("logs, which a trace would do once")
+            refuse(done_once("logs", frame))
 
     builtins.print, builtins.open, builtins.vars = printed, opened, listed
     logging.Logger.handle = handled  # type: ignore[method-assign, assignment]

@@ -29,7 +29,7 @@ from ...transport.interrupts import postponed
 from ..guards.content import MISSING, Content, foreign, imported_by, package_of
 from ..guards.generators import draw_again, drawn_once, drawn_since, generators
 from ..guards.instructions import Instructions
-from ..guards.opaque import ACT_NAMES, acts, acts_by, no_output, uncounted
+from ..guards.opaque import ACT_NAMES, acts, called_to_act, done_once, no_output, uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
 from ..guards.roots import (
     ClassTable,
@@ -302,7 +302,7 @@ class Watch:
             return
         name = getattr(arg, "__name__", "")
         if name in ACT_NAMES and acts(arg) and not foreign(frame.f_globals.get("__name__")):
-            raise self._refuse(f"calls {name}(), which a trace would do once")  # so it is not called
+            raise self._refuse(done_once(f"calls {name}()", frame))  # so it is not called
         if name in _CLOCK_NAMES and arg in _CLOCKS and not _collects(frame) and package_of(frame) not in _EXCUSED:
             self._refuse(f"calls {arg.__name__}(), which gives another value every time")
 
@@ -316,8 +316,8 @@ class Watch:
         codes[code] = None
         if code in _REGISTER and not self._at and not self._internal(frame.f_back):
             self._refuse(f"registers hooks ({code.co_name})", Changes)
-        if not self._at and acts_by(frame):
-            raise self._refuse(f"calls {code.co_name}(), which a trace would do once")
+        if not self._at and (caller := called_to_act(frame)) is not None:
+            raise self._refuse(done_once(f"calls {code.co_name}()", caller))
         importing = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
         if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame) or imported_by(frame.f_back):
             return

@@ -163,6 +163,7 @@ def as_in_one_process() -> None:
         assert all(map(torch.equal, found, outputs))
         assert expected == (0 if effect in ("sleep", "debug") else 1 if effect == "once" else 4), (effect, expected)
         assert model.captured.startswith("fx" if effect in CAPTURED else "eager"), (effect, model.captured)
+        assert ("at test_wrap_output.py:" in model.captured) == (effect not in CAPTURED), (effect, model.captured)
         model.close()
 
 
