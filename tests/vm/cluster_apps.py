@@ -29,7 +29,7 @@ APPS: dict[str, list[str]] = {
     "mixture": ["steps=3"],
     "graph_network": ["steps=3"],
     "gpt": ["steps=2", "micro_batches=[2]", "samples=4", "tokens=8", "vocabulary=100"],
-    "convergence": ["problems=[images]"],
+    "convergence": ["problems=[images]", "images.width=4"],  # a wider one has minutes to compute in each look
     "reinforcement": ["steps=10", "episodes=1"],
     "scaling": ["net=GRU", "workers=[2]", "steps=2", "compute_ms=10"],
     "a3c": ["actors=2", "most_games=20"],
@@ -61,7 +61,13 @@ def by_submitit(cluster: Cluster, device: str) -> tuple[str, float]:
 def by_torchrun(cluster: Cluster, device: str) -> tuple[str, float]:
     """As a user starts it: the same command at both hosts."""
     first, second = cluster.hosts
-    meeting = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=apps"]
+    meeting = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first.address}:29400",
+        "--rdzv-id=apps",
+    ]
     job = [*_app("dlrm", device)[1:], "cluster=torchrun", f"hydra.run.dir={HOME}/apps/torchrun"]
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", *meeting, *job])
 
