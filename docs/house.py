@@ -63,6 +63,7 @@ STOREYS = [
             [("outlets/", "prepared writes into slots")],
             [("plan/", "segments, edges and slots, before the step")],
             [("trace/", "the forward as operations without data")],
+            [("opaque/", "calls that a trace cannot look into")],
             [("wire/", "the bytes in front of and inside a slot"), ("guards/", "what a forward reads from Python")],
         ],
     ),

@@ -30,6 +30,7 @@ ORDER = {
     ],
     "graph": [
         ["wire", "guards"],
+        ["opaque"],
         ["trace"],
         ["plan"],
         ["outlets"],

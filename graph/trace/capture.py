@@ -33,8 +33,9 @@ from ...transport import NotSupported
 from ..guards.content import Content, foreign
 from ..guards.flags import check_flags, steady_flags
 from ..guards.generators import undrawn
-from ..guards.opaque import ActsAgain, custom_functions, runs_again
 from ..guards.roots import Root
+from ..opaque.again import ActsAgain, runs_again
+from ..opaque.functions import custom_functions
 from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 from .sizes import Sizes, depends_on_data

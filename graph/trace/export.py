@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 from ...transport import NotSupported
 from ..guards.flags import check_flags, flags, steady_flags
 from ..guards.generators import undrawn
-from ..guards.opaque import custom_functions, no_opaque_calls
+from ..opaque.functions import custom_functions
+from ..opaque.scripts import no_opaque_calls
 from .capture import (
     Capture,
     Join,

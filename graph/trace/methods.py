@@ -22,7 +22,7 @@ from torch import nn
 from ...transport import NotSupported, plugins
 from ..guards.fast_paths import FastPaths, cut_attention
 from ..guards.flags import SetsFlag
-from ..guards.opaque import ActsAgain
+from ..opaque.again import ActsAgain
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import check_operations, record
 from .sizes import Sizes

@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.flags import steady_flags
 from ..guards.generators import undrawn
-from ..guards.opaque import ActsAgain, custom_functions, no_opaque_calls, runs_again
 from ..guards.side_effects import has_code
 from ..guards.snapshot import Snapshot
+from ..opaque.again import ActsAgain, runs_again
+from ..opaque.functions import custom_functions
+from ..opaque.scripts import no_opaque_calls
 from .capture import (
     Capture,
     Join,

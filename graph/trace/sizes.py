@@ -16,7 +16,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..guards.opaque import uncounted
+from ..opaque.scripts import uncounted
 from .recurrent import RecurrentShapes
 
 # ``sympy`` and what needs it take half a second to import: where something is traced, not at every worker.

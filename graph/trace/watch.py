@@ -29,7 +29,6 @@ from ...transport.interrupts import postponed
 from ..guards.content import MISSING, Content, foreign, imported_by, package_of
 from ..guards.generators import draw_again, drawn_once, drawn_since, generators
 from ..guards.instructions import Instructions
-from ..guards.opaque import ACT_NAMES, acts, called_to_act, done_once, no_output, uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
 from ..guards.roots import (
     ClassTable,
@@ -44,6 +43,8 @@ from ..guards.roots import (
 )
 from ..guards.side_effects import changes_there, draws_there, only_gains
 from ..guards.snapshot import Snapshot
+from ..opaque.acts import ACT_NAMES, acts, called_to_act, done_once, no_output
+from ..opaque.scripts import uncounted
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

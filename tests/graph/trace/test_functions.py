@@ -12,6 +12,7 @@ import torch
 from test_capture import check
 from torch import nn
 
+from rdmarpc.graph.opaque.functions import followed
 from rdmarpc.graph.trace.capture import capture
 from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.record import record
@@ -100,6 +101,7 @@ def apply_is_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.autograd.Function, "apply", IN_C)
     elif not isinstance(APPLY, classmethod):
         pytest.skip("this torch has no apply in Python")
+    followed.cache_clear()
     yield request.param
     now = torch.autograd.Function.__dict__["apply"]
     assert now is (IN_C if request.param == "c" else APPLY), "a trace left its own behind"
@@ -150,3 +152,18 @@ def test_one_that_writes_into_its_input(before: bool) -> None:
 def test_an_export_refuses_them(before: bool) -> None:
     with pytest.raises(NotSupported, match="Twice has a backward of its own"):
         check(export, Net(Twice.apply if before else looked_up), {"a": "w0"}, torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("method", [capture, record, export])
+def test_a_torch_that_calls_them_otherwise(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that did not see them would lose their backward: nothing is captured there."""
+
+    @classmethod  # type: ignore[misc]
+    def apply(cls: Any, *args: Any) -> Any:
+        return IN_C.__get__(None, cls)(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.Function, "apply", apply)
+        with pytest.raises(NotSupported, match="calls autograd functions in a way that a trace does not see"):
+            check(method, Net(looked_up), {"a": "w0", "b": "w1"}, torch.randn(3, 8))
+    followed.cache_clear()

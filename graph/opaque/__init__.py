@@ -1,0 +1,1 @@
+"""Calls that a trace cannot look into, or that a graph would not repeat."""
