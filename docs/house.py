@@ -15,16 +15,8 @@ STOREYS = [
         ["what we show"],
         ("#f4f1ea", "#e3dccb"),
         [
-            [
-                ("harness/", "all share"),
-                ("latency/", "bench"),
-                ("exchange/", "minibatch"),
-                ("together/", "collectives"),
-                ("pipelines/", "schedules"),
-                ("gpus/", "cuda"),
-                ("rdma/", "verbs"),
-                ("digits/", "train"),
-            ]
+            [("pipelines/", "schedules"), ("gpus/", "cuda"), ("rdma/", "verbs"), ("digits/", "train")],
+            [("harness/", "all share"), ("latency/", "bench"), ("exchange/", "minibatch"), ("together/", "collectives")],
         ],
     ),
     (
