@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -174,11 +175,21 @@ def _how_it_ended(exitcode: int) -> str:
     return f"ended with exit code {exitcode} (its error is above)"
 
 
+def _let_go_of_the_server() -> None:
+    """multiprocessing gives every process the pipe whose end ends the one that forks: held by workers, it would stay with
+    them when the launcher is killed."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
 def _enter(main: Any, rank: int, job: dict[str, Any], pipe: Connection) -> None:
     """First function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The process that forks workers ends with the launcher, and the workers with it.
+    # The process that forks workers ends with the launcher, and the workers with it, stopped ones, too.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _let_go_of_the_server()
     launcher = multiprocessing.parent_process()
     if launcher is None or not launcher.is_alive():  # it died before the kernel knew about our wish
         os._exit(1)

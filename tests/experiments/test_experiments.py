@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,22 @@ def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
     assert launcher.wait(timeout=60) == -signal.SIGKILL
     assert not psutil.wait_procs(children, timeout=60)[1]
     assert_nothing_new(before)
+
+
+def test_killed_launcher_leaves_no_worker_that_is_silent(tmp_path: Path) -> None:
+    """Those that write to it notice by that. In an interpreter of its own, with a server of its own that forks."""
+    job = Path(__file__).with_name("silent_job.py")
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen([sys.executable, str(job), str(tmp_path)], stdout=log, stderr=log)
+    children = []
+    try:
+        wait_for(lambda: launcher.poll() is not None or len(list(tmp_path.glob("*.here"))) == 3, 100, "not all came")
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        assert launcher.poll() is None and len(children) >= 4, (tmp_path / "log").read_text()
+    finally:
+        launcher.kill()
+        launcher.wait(timeout=60)
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
