@@ -178,7 +178,7 @@ def _how_it_ended(exitcode: int) -> str:
 def _let_go_of_the_server() -> None:
     """multiprocessing gives every process the pipe whose end ends the one that forks: held by workers, it would stay with
     them when the launcher is killed."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None

@@ -44,7 +44,8 @@ _NN = {
     _TYPES: "_grad_t T",
 }
 _OPTIM = {
-    _LOCAL: "_LocalOptimizer _new_local_optimizer _local_optimizer_step",
+    _LOCAL: "_LocalOptimizer _new_local_optimizer _local_optimizer_step _FunctionalLocalOptimizer "
+    "_new_functional_local_optimizer _functional_local_optimizer_step",
     _JIT: "_ScriptLocalOptimizerInterface _ScriptLocalOptimizer _new_script_local_optimizer _script_local_optimizer_step "
     "functional_optim_map",
 }
