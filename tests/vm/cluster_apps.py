@@ -1,5 +1,5 @@
 """The experiments that run over several hosts, over both guests: each as a step of the SLURM there, two of them by torchrun and
-by submitit, too.
+by submitit, too. Two that measure one host, on the first guest over its RDMA device.
 
 Their figures are of emulated hosts and mean nothing. What is looked at: every library that can run there has ended well at
 both hosts, what it computed is what the others computed (the apps compare it), and by ``verbs`` the tensors went by RDMA.
@@ -34,13 +34,22 @@ APPS: dict[str, list[str]] = {
     "scaling": ["net=GRU", "workers=[2]", "steps=2", "compute_ms=10"],
     "a3c": ["actors=2", "most_games=20"],
 }
+ALONE: dict[str, list[str]] = {
+    "sizes": ["sizes=[4,65536,1048576]"],
+    "minibatch": ["parts=[end_to_end]", "workers=[2]", "servers=[2]"],
+}
+"""On one host. Only over verbs: over tcp any machine can run them."""
 
 
 def cases() -> list[Case]:
     both = ("verbs", "tcp")
     steps = [Case(f"srun: experiments.{name}", "no library left out", partial(step, name), both) for name in APPS]
+    alone = [
+        Case(f"one host: experiments.{name}", "no library left out", partial(by_itself, name), ("verbs",)) for name in ALONE
+    ]
     return [
         *steps,
+        *alone,
         Case("torchrun at each host: experiments.dlrm", "no library left out", by_torchrun, both),
         Case("hydra/launcher=submitit_slurm: experiments.grid", "no library left out", by_submitit, both),
     ]
@@ -49,6 +58,11 @@ def cases() -> list[Case]:
 def step(name: str, cluster: Cluster, device: str) -> tuple[str, float]:
     job = shlex.join([*_app(name, device), "cluster=slurm", f"hydra.run.dir={HOME}/apps/srun/{name}"])
     return _ran(cluster, device, f"srun/{name}", lambda run: run(f"srun -N2 --ntasks-per-node=1 --kill-on-bad-exit=1 {job}"))
+
+
+def by_itself(name: str, cluster: Cluster, device: str) -> tuple[str, float]:
+    job = shlex.join([*_app(name, device), f"hydra.run.dir={HOME}/apps/alone/{name}"])
+    return _ran(cluster, device, f"alone/{name}", lambda run: run(job), hosts=1)
 
 
 def by_submitit(cluster: Cluster, device: str) -> tuple[str, float]:
@@ -80,16 +94,18 @@ def by_torchrun(cluster: Cluster, device: str) -> tuple[str, float]:
 
 
 def _app(name: str, device: str) -> list[str]:
-    over = f"devices=[{device}]" if name == "grid" else f"device={device}"
-    return [sys.executable, "-m", f"experiments.{name}", "quick=true", f"timeout_s={TURN_S}", over, *APPS[name]]
+    over = f"devices=[{device}]" if name in ("grid", "sizes") else f"device={device}"
+    return [sys.executable, "-m", f"experiments.{name}", "quick=true", f"timeout_s={TURN_S}", over, *(APPS | ALONE)[name]]
 
 
 _ENVIRONMENT = {**GENERIC, "MPLCONFIGDIR": "/run/matplotlib", "RDMARPC_SECRET": secrets.token_hex(32)}
 
 
-def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[..., object]], object]) -> tuple[str, float]:
+def _ran(
+    cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[..., object]], object], hosts: int = 2
+) -> tuple[str, float]:
     """``launch`` it, with the function that runs a command at the first host; what is judged is the result that it leaves below
-    ``folder`` of ours in the shared one."""
+    ``folder`` of ours in the shared one, and that the first ``hosts`` have sent by RDMA."""
     first: Host = cluster.hosts[0]
     seconds, packets = cluster_slurm.measured(cluster, lambda: launch(lambda command: first.sh(command, APP_S, **_ENVIRONMENT)))
     found = [path for path in sorted((cluster.home / "apps" / folder).rglob("*.json")) if path.parent.name != ".hydra"]
@@ -98,5 +114,5 @@ def _ran(cluster: Cluster, device: str, folder: str, launch: Callable[[Callable[
     assert result["samples"], "nothing was measured"
     assert not result["left_out"], f"left out: {result['left_out']}"
     if device == "verbs":
-        assert all(count > 100 for count in packets), f"RDMA packets: {packets}"
+        assert all(count > 100 for count in packets[:hosts]), f"RDMA packets: {packets}"
     return f"{len(result['samples'])} figures; RDMA packets {packets[0]} and {packets[1]}", seconds
