@@ -94,7 +94,7 @@ format: $(INSTALLED)
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,bench,examples,test,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,bench,examples,trainers,test,dev]'
 	$(BIN)/python -m compileall -q $(FOLDERS) rdmarpc tests
 	touch $@
 

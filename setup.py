@@ -17,7 +17,8 @@ FOLDERS = {
 
 # torch.fx runs tqdm where it is installed, so captures have to do with it.
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest", "tqdm"]
-ZOO = ["torchvision", "timm", "transformers>=5", "torch_geometric", "lightning", "accelerate"]
+TRAINERS = ["transformers>=5", "lightning", "accelerate"]
+ZOO = [*TRAINERS, "torchvision", "timm", "torch_geometric"]
 _MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]
 # fedml, machin and fairscale come without what they require (make clients).
 CLIENTS = [
@@ -56,6 +57,7 @@ setup(
         "test": TEST,
         "experiments": EXPERIMENTS,
         "examples": ["gymnasium", "scikit-learn"],
+        "trainers": TRAINERS,
         "cloudpickle": ["cloudpickle"],
         "verbs": ["ibverbs"],
         "bench": ["grpcio"],

@@ -58,7 +58,7 @@ def test_an_example_that_fails_says_so():
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
 def test_trainers(name):
     if importlib.util.find_spec(name) is None or importlib.util.find_spec("accelerate") is None:
-        pytest.skip(f"{name} is not installed (extra: zoo)")
+        pytest.skip(f"{name} is not installed (extra: trainers)")
     said = run("-m", "examples.trainers", name)
     assert re.search(rf"{name}: fx, loss .*, as in one process: True", said), said
 
