@@ -5,8 +5,10 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,11 +21,11 @@ _ENDS = ("RAISE_VARARGS", "RETURN_VALUE", "POP_TOP", "IS_OP", "COMPARE_OP", "CON
 
 
 @functools.lru_cache(maxsize=4096)
-def asks_type(code: types.CodeType) -> dict[int, tuple[str, ...]]:
+def asks_type(code: types.CodeType) -> dict[int, Path]:
     """Where a function asks for the class of something, other than for the text of an error, by ``type`` or ``__class__``: by
-    the offset of the instruction, the name of the variable and those of attributes; none for what has no name."""
+    the offset of the instruction, the name of what; an empty one for what has no name."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in BETWEEN]
-    found: dict[int, tuple[str, ...]] = {}
+    found: dict[int, Path] = {}
     for at, step in enumerate(steps[:-1]):
         by_type = step.opname == "LOAD_GLOBAL" and step.argval == "type"
         if not by_type and not (step.opname == "LOAD_ATTR" and step.argval == "__class__"):
@@ -37,28 +39,54 @@ def asks_type(code: types.CodeType) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _name_from(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
+class Item(NamedTuple):
+    """``[key]`` behind a name, where attributes are strings."""
+
+    key: Any
+
+
+Path = tuple[str | Item, ...]
+"""A variable, and what is taken from it: ``args[0].shape`` is ``("args", Item(0), "shape")``."""
+
+
+def _name_from(steps: Sequence[dis.Instruction]) -> Path:
     """The name that the only argument of a call has, which these begin with."""
-    names = [steps[0].argval] if steps[0].opname in _VARIABLES else []
-    for step in steps[1:]:
-        if step.opname != "LOAD_ATTR" or not names:
-            return tuple(names) if step.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and step.arg == 1 else ()
-        names.append(step.argval)
+    if steps[0].opname not in _VARIABLES:
+        return ()
+    path: list[str | Item] = [steps[0].argval]
+    for before, step in itertools.pairwise(steps):
+        if step.opname == "LOAD_ATTR":
+            path.append(step.argval)
+        elif _is_item(before, step):
+            path.append(Item(before.argval))
+        elif step.opname not in _CONSTANTS:
+            return tuple(path) if step.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and step.arg == 1 else ()
     return ()
 
 
-def _name_to(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
+def _name_to(steps: Sequence[dis.Instruction]) -> Path:
     """The name that these load last."""
-    names: list[str] = []
-    for step in reversed(steps):
+    path: list[str | Item] = []
+    left = list(steps)
+    while left:
+        step = left.pop()
         if step.opname in _VARIABLES:
-            return (step.argval, *reversed(names))
-        if step.opname != "LOAD_ATTR":
+            return (step.argval, *reversed(path))
+        if step.opname == "LOAD_ATTR":
+            path.append(step.argval)
+        elif left and _is_item(left[-1], step):
+            path.append(Item(left.pop().argval))
+        else:
             return ()
-        names.append(step.argval)
     return ()
 
 
+def _is_item(key: dis.Instruction, step: dis.Instruction) -> bool:
+    subscript = step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
+    return subscript and key.opname in _CONSTANTS
+
+
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
 
 
@@ -66,19 +94,26 @@ _OF_THE_LIBRARY = {("transformers.utils.generic", "infer_framework_from_repr"), 
 """They find out whose class it is: torch's in a trace, too."""
 
 
-def is_traced(frame: types.FrameType, names: tuple[str, ...]) -> bool:
+def is_traced(frame: types.FrameType, path: Path) -> bool:
     """Whether a value of this name may be of another class than in a step, and that matters."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _OF_THE_LIBRARY:
         return False
-    value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
-    for name in names[1:]:
-        if isinstance(value, torch.Tensor) or isinstance(inspect.getattr_static(type(value), name, None), property):
+    value = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
+    for step in path[1:]:
+        if isinstance(value, torch.Tensor) or _computes(value, step):
             return True
         try:
-            value = getattr(value, name, None)
-        except Exception:  # of a ``__getattr__`` of its own: the forward will raise it
+            value = value[step.key] if isinstance(step, Item) else getattr(value, step, None)
+        except Exception:  # the forward will raise it
             return False
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, fx.Proxy))
+
+
+def _computes(value: Any, step: str | Item) -> bool:
+    """Whether it takes code of somebody's to know what comes of a step."""
+    if isinstance(step, Item):
+        return type(value) not in (tuple, list, dict)
+    return isinstance(inspect.getattr_static(type(value), step, None), property)
 
 
 _OF_MODES = {

@@ -106,6 +106,25 @@ def _class_of_an_attribute(h: torch.Tensor) -> bool:
     return box.inner.__class__ is tuple and type(box.inner) is tuple
 
 
+def _named_after(*args: Any, **kwargs: Any) -> bool:
+    """As a decorator that tells of deprecated arguments does it."""
+    return f"{args[0].__class__.__name__}.forward" == "Asks.forward" and type(kwargs["rows"][1]) is int
+
+
+def _class_of_an_argument(*args: Any) -> bool:
+    return args[1].__class__ is torch.Tensor
+
+
+class _Rows(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__("real " + key)
+
+
+def _class_of_an_item(h: torch.Tensor) -> bool:
+    rows = _Rows({"h": 1, "real h": h})
+    return rows["h"].__class__ is torch.Tensor
+
+
 _LIBRARY: dict[str, Any] = {"__name__": "transformers.utils.generic"}
 exec('def infer_framework_from_repr(x): return str(type(x)).startswith("<class \'torch.")', _LIBRARY)
 
@@ -144,6 +163,9 @@ ASKED: dict[str, Callable[[Any], bool]] = {
     "library": lambda h: _LIBRARY["infer_framework_from_repr"](h),
     "class of an attribute": _class_of_an_attribute,
     "class of a tensor attribute": lambda h: types.SimpleNamespace(inner=h).inner.__class__ is torch.Tensor,
+    "class of the first argument": lambda h: _named_after(Asks.__new__(Asks), h, rows=[h, 1]),
+    "class of another argument": lambda h: _class_of_an_argument(1, h),
+    "class of an item": _class_of_an_item,
     "address": lambda h: h.data_ptr() != 0,
 }
 CLASS = "asks for the class of an object"
@@ -153,6 +175,8 @@ UNCAPTURED = {
     "class": CLASS,
     "type of a variable": CLASS,
     "class of a tensor attribute": CLASS,
+    "class of another argument": CLASS,
+    "class of an item": CLASS,
     "address": "asks a tensor for its data_ptr",
 }
 
