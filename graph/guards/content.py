@@ -198,6 +198,8 @@ class Content:
             return kind, inside(value.get(MISSING))
         if hasattr(kind, "tobytes") and hasattr(kind, "nbytes"):  # not of the value: it may have an answer to every name
             return self._array(value, kind, what)
+        if value is _PYTHONS_OWN:  # ``randrange`` and others are its methods; that it was drawn from is seen by its state
+            return kind, "of the process"
         if isinstance(value, _STATEFUL) or kind.__module__.startswith("numpy.random"):
             raise Unguardable(f"{what}, a {kind.__module__}.{kind.__qualname__}, which changes when it is used")
         fields = None if isinstance(value, _PLACID) else self._fields(value, what)
@@ -334,6 +336,7 @@ _PLACID = (
     type(functools.lru_cache(len)),
 )
 """Objects that a forward may use, and whose state decides nothing."""
+_PYTHONS_OWN: Any = random._inst
 _STATEFUL = (random.Random, io.IOBase, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, memoryview, bytearray, Iterator)
 _LIBRARIES = (
     "torch numpy functorch triton sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions setuptools numba "

@@ -98,7 +98,8 @@ def is_traced(frame: types.FrameType, path: Path) -> bool:
     """Whether a value of this name may be of another class than in a step, and that matters."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _OF_THE_LIBRARY:
         return False
-    value = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
+    name: Any = path[0]
+    value: Any = frame.f_locals.get(name, frame.f_globals.get(name))
     for step in path[1:]:
         if isinstance(value, torch.Tensor) or _computes(value, step):
             return True

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import randrange
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,10 @@ def measured(x, calls):
     return float(x.sum().item())
 
 
+def linear(x, calls):
+    return 2 * x
+
+
 def pair(x, calls):
     return x, calls
 
@@ -72,6 +77,10 @@ def scaled(x, calls):
 
 def by_random(x, calls):
     return x if random.random() < 0.5 else 2 * x
+
+
+def by_randrange(x, calls):
+    return x if randrange(10) < 5 else 2 * x
 
 
 def by_numpy(x, calls):
@@ -118,6 +127,14 @@ def itself(x, given):
     return given
 
 
+def drawn(x, given):
+    return given * randrange(3)
+
+
+def may_draw(x, given):
+    return given * randrange(3) if GAIN < 0 else given
+
+
 EQUAL, REFUSED = "equal", "refused"
 CASES: list[tuple[Any, Any, str, str]] = [
     (number, times, EQUAL, EQUAL),
@@ -129,6 +146,9 @@ CASES: list[tuple[Any, Any, str, str]] = [
     (scaled, inside, REFUSED, EQUAL),
     (by_random, itself, EQUAL, EQUAL),
     (by_numpy, itself, EQUAL, EQUAL),
+    (by_randrange, itself, EQUAL, EQUAL),
+    (linear, drawn, EQUAL, EQUAL),
+    (linear, may_draw, EQUAL, EQUAL),
     (by_chance, itself, EQUAL, EQUAL),
     (by_absent, itself, EQUAL, EQUAL),
 ]
@@ -172,9 +192,19 @@ def settings() -> None:
         model.close()
 
 
+def named_only() -> None:
+    """A forward may have the name of a method of Python's generator, if it does not draw."""
+    model, twin = both(lambda: Net(linear, may_draw), {"part": "worker1"})
+    for x, _ in batches(3, 6, 10):
+        assert torch.equal(model(x), twin(x))
+    assert not model.captured.startswith("eager"), model.captured
+    model.close()
+
+
 def everything() -> dict[str, str]:
     warnings.simplefilter("ignore")
     settings()
+    named_only()
     found = {}
     for of, use, *wanted in CASES:
         for capture, expected in zip(("auto", "eager"), wanted):
