@@ -36,7 +36,7 @@ APPS: dict[str, list[str]] = {
 }
 ALONE: dict[str, list[str]] = {
     "sizes": ["sizes=[4,65536,1048576]"],
-    "minibatch": ["parts=[end_to_end]", "workers=[2]", "servers=[2]"],
+    "minibatch": ["parts=[end_to_end]", "workers=[1]", "servers=[2]", "batch.GRU=1"],
 }
 """On one host. Only over verbs: over tcp any machine can run them."""
 
