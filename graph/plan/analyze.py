@@ -24,8 +24,7 @@ from ..trace.devices import CPU, named
 from ..trace.sites import Site, label_of
 from ..trace.sizes import Number, plain
 from ..trace.values import After, Built, cannot_cross, described, encode, flatten, key, leaves_of, mutable, pick, sparse
-from ..trace.writes import check_kept, check_seen, scattered
-from ..trace.writes import named as written_by
+from ..trace.writes import check_kept, check_seen, operation_name, scattered
 from .draws import Draws
 from .graph import TransferGraph, Value
 from .located import Located, Pair
@@ -149,7 +148,7 @@ class _Analysis:
                 self.operation(node)
         for write in self.capture.writes:
             if write.node not in self.where:
-                raise NotSupported(f"{written_by(write.node)} writes into a tensor and gives none", hint=_GIVES_NONE)
+                raise NotSupported(f"{operation_name(write.node)} writes into a tensor and gives none", hint=_GIVES_NONE)
         check_seen(self.capture.graph, self.capture.values, self.capture.writes, self.where, self.caller)
         for node, step in self.calls:
             self.storages.tell_apart(node, step, self.tensors, self.readers)

@@ -79,7 +79,7 @@ def check_writes(graph: fx.Graph, values: dict[fx.Node, Any], writing: Set[fx.No
             lost = lost or (augmented and bool(before) and before[0].op in ("get_attr", "placeholder"))
             if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
                 raise NotSupported(
-                    f"the forward writes into a tensor that is used again: {named(node)}",
+                    f"the forward writes into a tensor that is used again: {operation_name(node)}",
                     hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
                 )
         for storage in storages:
@@ -185,7 +185,7 @@ def check_seen(
             continue
         if before and before[0].op == "placeholder" and here[0] != caller:
             raise NotSupported(
-                f"{named(node)} writes into an input of the model, and worker {here[0]!r} has a copy of it",
+                f"{operation_name(node)} writes into an input of the model, and worker {here[0]!r} has a copy of it",
                 hint="use the operation that makes a new tensor there, for example ReLU(inplace=False)",
             )
         entering = [v for v in before if where[v] != here and any(where.get(user) == here for user in v.users)]
@@ -267,7 +267,7 @@ def scattered(graph: fx.Graph, values: Mapping[fx.Node, Any], writes: Sequence[W
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(values.get(node), torch.Tensor) and storage_of(values[node]) in found:
             found[storage_of(values[node])].update(where[user] for user in node.users if user in where)
-    return next((named(write.node) for write in writes if len(found[write.storage]) > 1), "")
+    return next((operation_name(write.node) for write in writes if len(found[write.storage]) > 1), "")
 
 
 KEEP_A_COPY = "write into a copy (x.clone()), or let the part keep one"
@@ -279,13 +279,14 @@ def check_kept(writes: Sequence[Write], where: Mapping[fx.Node, Place]) -> None:
         for keeper in write.keepers:
             if write.node in where and keeper in where and where[write.node][0] != where[keeper][0]:
                 raise NotSupported(
-                    f"{named(write.node)} writes into memory that {named(keeper)} keeps at another worker", hint=KEEP_A_COPY
+                    f"{operation_name(write.node)} writes into memory that {operation_name(keeper)} keeps at another worker",
+                    hint=KEEP_A_COPY,
                 )
 
 
 def _used_again(write: fx.Node, reader: fx.Node) -> NotSupported:
     return NotSupported(
-        f"{named(write)} writes into a tensor that is used again by {named(reader)}",
+        f"{operation_name(write)} writes into a tensor that is used again by {operation_name(reader)}",
         hint="use what makes a new tensor (x = x + y, not x += y or x.add_(y); ReLU(inplace=False))",
     )
 
@@ -322,7 +323,7 @@ def _unseen(
     return there == home and home[1] < here[1] and not sent
 
 
-def named(node: fx.Node) -> str:
+def operation_name(node: fx.Node) -> str:
     """What a user is told of an operation."""
     if node.op == "call_module":
         return f"part {str(node.target)!r}"

@@ -54,8 +54,8 @@ def test_one_of_a_family(family):
     if absent := families.missing(family):
         pytest.skip(f"needs the zoo extra ({', '.join(absent)})")
     rows = all_as_expected(family, FIRST[family])
-    # None of these needs to run eagerly: that it does is how a new version of a library shows.
-    lost = [line(row) for row in rows if row.captured.startswith("eager") and family != "trainers"]
+    # That one of these runs eagerly is how a new version of a library shows. Pooled graphs have sizes that depend on data.
+    lost = [line(row) for row in rows if row.captured.startswith("eager") and family != "torch_geometric"]
     assert not lost, "\n".join(lost)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_capture import check
+from test_capture import Twice, check
 from torch import nn
 
 from rdmarpc.graph.opaque.functions import followed
@@ -22,20 +22,8 @@ IN_C = torch._C._FunctionBase.__dict__["apply"]
 APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 
-class Twice(torch.autograd.Function):
-    """Its backward is not that of its operations."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
-
-
 class Apart(torch.autograd.Function):
-    """The same, with its context set apart."""
+    """As ``Twice``, with its context set apart."""
 
     @staticmethod
     def forward(x):
@@ -103,6 +91,7 @@ def apply_is_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("this torch has no apply in Python")
     followed.cache_clear()
     yield request.param
+    followed.cache_clear()
     now = torch.autograd.Function.__dict__["apply"]
     assert now is (IN_C if request.param == "c" else APPLY), "a trace left its own behind"
     assert "__getattribute__" not in vars(type(torch.autograd.Function))
@@ -166,4 +155,3 @@ def test_a_torch_that_calls_them_otherwise(method: Any, monkeypatch: pytest.Monk
         patch.setattr(torch.autograd.Function, "apply", apply)
         with pytest.raises(NotSupported, match="calls autograd functions in a way that a trace does not see"):
             check(method, Net(looked_up), {"a": "w0", "b": "w1"}, torch.randn(3, 8))
-    followed.cache_clear()
