@@ -1,15 +1,20 @@
-"""Packaging: four folders at the top of the repository, one import name.
+"""Packaging: four folders at the top of the repository, one import name, and one more that only torch imports.
 
 `graph`, `transport` and `experiments` are names that a user's own project is likely to have, so none of them is
 installed under its bare name: each folder is mapped below `rdmarpc`.
 """
 
+import base64
+import hashlib
 from pathlib import Path
+from zipfile import ZipFile
 
 from setuptools import find_packages, setup
+from setuptools.command.editable_wheel import editable_wheel
 
 FOLDERS = {
     "rdmarpc": "rdmarpc",
+    "rdmarpc_autoload": "rdmarpc/collectives/autoload",
     "rdmarpc.graph": "graph",
     "rdmarpc.transport": "transport",
     "rdmarpc.experiments": "experiments",
@@ -41,6 +46,30 @@ def subpackages(root: str, folder: str) -> list[str]:
     return [f"{root}.{name}" for name in find_packages(folder)]
 
 
+class EditableWheel(editable_wheel):
+    """``pip install -e``. To a program in the folder above, a clone that is called ``rdmarpc`` is a package of that name, without
+    ``__init__.py``, and Python takes it before it asks setuptools' finder, which comes last. So that finder is put first."""
+
+    def run(self) -> None:
+        super().run()
+        for wheel in Path(self.dist_dir).glob("*.whl"):
+            put_finder_first(wheel)
+
+
+def put_finder_first(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    (finder,) = [name.removesuffix(".py") for name in files if name.endswith("_finder.py")]
+    (record,) = [name for name in files if name.endswith("/RECORD")]
+    line = f"import sys; sys.meta_path.sort(key=lambda finder: getattr(finder, '__module__', '') != '{finder}')\n".encode()
+    digest = base64.urlsafe_b64encode(hashlib.sha256(line).digest()).decode().rstrip("=")
+    files["rdmarpc_finder_first.pth"] = line  # after setuptools' own: they run in the order of their names
+    files[record] += f"rdmarpc_finder_first.pth,sha256={digest},{len(line)}\n".encode()
+    with ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
 setup(
     name="rdmarpc",
     version="0.1.0",
@@ -68,5 +97,10 @@ setup(
         "clients": CLIENTS,
         "dev": ["ruff", "mypy"],
     },
-    entry_points={"console_scripts": ["rdmarpc = rdmarpc.cli:main"]},
+    entry_points={
+        "console_scripts": ["rdmarpc = rdmarpc.cli:main"],
+        # torch loads these at the end of its import: init_process_group("rdmarpc") needs no line of ours.
+        "torch.backends": ["rdmarpc = rdmarpc_autoload:register"],
+    },
+    cmdclass={"editable_wheel": EditableWheel},
 )

@@ -1,7 +1,8 @@
 """Tells torch of the backend ``rdmarpc``, and its compiler to leave the backend's code alone. Imports neither torch nor
 anything else before a group is made.
 
-A program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
+Where this package is installed torch has the name already (``autoload``), else it has it from the import of ``rdmarpc``. A
+program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
 compiler, which many programs never import.
 
 The groups of torch are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace their methods, and end with
@@ -48,7 +49,7 @@ def _tell(name: str, tell: Callable[[ModuleType], None]) -> None:
 
 
 def _add_backend(groups: ModuleType) -> None:
-    groups.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    groups.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _leave_out(rules: ModuleType) -> None:
@@ -56,7 +57,8 @@ def _leave_out(rules: ModuleType) -> None:
         rules.add(package)
 
 
-def _create(options: Any, backend_options: Any = None) -> Any:
+def create(options: Any, backend_options: Any = None) -> Any:
+    """The ``ProcessGroup`` of torch's ``DistributedBackendOptions``. ``backend_options``: ``pg_options`` of the program."""
     from ..options import RpcBackendOptions
     from . import by_name
     from .backend import ProcessGroup

@@ -330,6 +330,23 @@ def test_imported_before_torch():
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=60)
 
 
+UNNAMED = """
+import sys, torch
+import torch.distributed as dist
+assert "rdmarpc.collectives.backend" not in sys.modules
+dist.init_process_group("rdmarpc", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+assert x.tolist() == [1.0] * 3
+"""
+
+
+def test_a_program_that_only_names_it(tmp_path):
+    """Beside a clone, which Python would take for a package of that name."""
+    (tmp_path / "rdmarpc").mkdir()
+    subprocess.run([sys.executable, "-c", UNNAMED], check=True, timeout=60, cwd=tmp_path)
+
+
 HELD = """
 import faulthandler, sys, torch, rdmarpc
 import torch.distributed as dist
