@@ -47,7 +47,7 @@ def subpackages(root: str, folder: str) -> list[str]:
 
 
 class EditableWheel(editable_wheel):
-    """``pip install -e``. To a program in the folder above, a clone that is called ``rdmarpc`` is a package of that name, without
+    """``pip install -e``. To programs in the folder above, a clone that is called ``rdmarpc`` is a package of that name without
     ``__init__.py``, and Python takes it before it asks setuptools' finder, which comes last. So that finder is put first."""
 
     def run(self) -> None:
