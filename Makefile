@@ -45,6 +45,8 @@ QUIET := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/tr
 	$(addprefix transport/contract/test_,peers stress) $(addprefix transport/peers/test_,heartbeat strangers)))
 # Hundreds of processes import the package, so it is compiled once, whatever the caller's environment says.
 test: export PYTHONDONTWRITEBYTECODE =
+# Threads of OpenMP that wait would spin on the cores that other tests need.
+test: export OMP_WAIT_POLICY = PASSIVE
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \

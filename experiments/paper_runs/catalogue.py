@@ -49,7 +49,7 @@ EXPERIMENTS = (
     Experiment(
         "grid", "mlsys", "Many calls at once",
         "10 identity calls, or calls with 200 operations, at the same time: the paper's first measurement.",
-        minutes=8.5, quick_minutes=0.25, overrides=("rounds=2", "batches=3"), gib=6.0, quick_gib=1.5,
+        minutes=9.5, quick_minutes=0.25, overrides=("rounds=2", "batches=3", "batches_large=2"), gib=6.0, quick_gib=1.5,
     ),
     Experiment(
         "lines", "mlsys", "Lines of code",
@@ -59,12 +59,12 @@ EXPERIMENTS = (
     Experiment(
         "a3c", "mlsys", "Asynchronous reinforcement learning",
         "Actors fetch parameters and push gradients: time to a reward.",
-        minutes=0.5, quick_minutes=0.25, overrides=("seeds=[0,1]",), packages=("gymnasium",),
+        minutes=0.7, quick_minutes=0.25, overrides=("seeds=[0,1]",), packages=("gymnasium",),
     ),
     Experiment(
         "reinforcement", "mlsys", "PyTorch's benchmark of reinforcement learning",
         "One agent, many observers, calls in batches.",
-        minutes=0.8, quick_minutes=0.25, overrides=("episodes=2",),
+        minutes=1.2, quick_minutes=0.25, overrides=("episodes=2",),
     ),
     Experiment(
         "parameter_server", "mlsys", "PyTorch's benchmark of parameter servers",
@@ -79,18 +79,18 @@ EXPERIMENTS = (
     Experiment(
         "gpt", "mlsys", "A GPT in stages",
         "A transformer by micro-batches over stages, beside torch RPC, torch.distributed.pipelining and one process.",
-        minutes=5.5, quick_minutes=0.25, overrides=("rounds=2",), quick=("quick=true", "micro_batches=[8]"),
+        minutes=2.7, quick_minutes=0.25, overrides=("rounds=1",), quick=("quick=true", "micro_batches=[8]"),
     ),
     Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
-        minutes=4.5, quick_minutes=0.5, overrides=("rounds=2",),
-        quick=("workers=[2]", "rounds=1", "watched=1", "cases.wide=null"),
+        minutes=2.5, quick_minutes=0.5, overrides=("rounds=1",),
+        quick=("workers=[2]", "watched=1", "cases.wide=null"),
     ),
     Experiment(
         "federated", "mlsys", "Federated learning",
         "FedAvg and FedSGD over links of 10 and 1 Gb/s.",
-        minutes=10.5, quick_minutes=0.25, overrides=("rounds=2",), gib=8.0,
+        minutes=8, quick_minutes=0.25, overrides=("local_steps=2",), gib=8.0,
     ),
     Experiment(
         "sizes", "rdma", "Message sizes",
@@ -101,14 +101,14 @@ EXPERIMENTS = (
     Experiment(
         "bench", "rdma", "Latency beside its floor",
         "Every kind of call beside a memcpy and a flag, and beside torch RPC.",
-        minutes=2.5, quick_minutes=0.25, overrides=("rounds=3", "start=3"),
+        minutes=3.5, quick_minutes=0.25, overrides=("rounds=3", "start=3"),
         quick=("quick=true", "start=0", "autograd=false", "sizes=[4,4194304]"), gib=4.0,
     ),
     Experiment(
         "minibatch", "rdma", "Mini-batches of the paper's models",
         "All gradients to a parameter server and all weights back; average tensor sizes; and whole mini-batches of several"
         " workers with several servers.",
-        minutes=7.5, quick_minutes=0.25,
+        minutes=8.5, quick_minutes=0.25,
         overrides=("rounds=2", "end_to_end_rounds=2", "steps=2", "workers=[2]", "servers=[2]", "placements=[balanced]"),
         gib=8.0, packages=("grpc",),
     ),
@@ -130,7 +130,7 @@ EXPERIMENTS = (
     Experiment(
         "convergence", "rdma", "Convergence",
         "A convolutional net, a sequence-to-sequence model and an encoder of sentences learn to a target.",
-        minutes=1.7, quick_minutes=0.25, quick=("quick=true", "problems=[sequences]"),
+        minutes=2, quick_minutes=0.25, quick=("quick=true", "problems=[sequences]"),
     ),
     Experiment(
         "scaling", "rdma", "More workers",
