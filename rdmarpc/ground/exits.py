@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import util
+from typing import Any
 
 from ..transport import RdmaError
 
 _HEAD, _TAIL = 300, 500
 """Characters of a text that is too long. A loss that was caused by another loss has the first cause at its end."""
 INTERRUPTED = KeyboardInterrupt.__name__
+_ENDINGS = {("multiprocessing.process", "_bootstrap"), ("torch.multiprocessing.spawn", "_wrap")}
+"""Functions that print or keep the exception that ends a process of ``multiprocessing``."""
 
 
 def reason() -> tuple[str, str]:
@@ -46,4 +51,20 @@ def when_a_child_ends(tell: Callable[[], object]) -> util.Finalize | None:
     exception then, and not later, as it ends there. Returns ``None`` in any other process."""
     if multiprocessing.parent_process() is None:
         return None
+    if sys.version_info >= (3, 14):  # finalizers run when the exception has been dealt with, and is not to be seen any more
+        for name in ("print_exc", "format_exc"):
+            setattr(traceback, name, _telling(inspect.unwrap(getattr(traceback, name)), tell))
     return util.Finalize(None, tell, exitpriority=0)
+
+
+def _telling(function: Callable[..., Any], tell: Callable[[], object]) -> Callable[..., Any]:
+    """A function of ``traceback``, which calls ``tell`` first where it is called for the exception that ends this process."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) in _ENDINGS:
+            tell()
+        return function(*args, **kwargs)
+
+    return told
