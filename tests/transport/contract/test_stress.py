@@ -61,7 +61,7 @@ def produce(state: State, remote: RemoteRegion, turns: int, seed: int) -> None:
 
 @pytest.mark.timeout(300)  # the two take turns: a busy core costs each turn a time slice
 def test_slots_with_credits_are_never_torn_stale_or_lost(across: Across, kind: str) -> None:
-    turns = {"shm": 3000, "verbs": 1000}.get(kind, 2000)
+    turns = {"shm": 6000, "verbs": 1000}.get(kind, 3000)
     slots = across.device.empty((SLOTS, SLOT), dtype=torch.uint8, writable=True).zero_()
     across.peer.start(produce, RemoteRegion.load(across.device.export(slots)), turns, 1)
     chance = random.Random(2)
