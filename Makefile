@@ -94,6 +94,7 @@ format: $(INSTALLED)
 
 # torch comes first and pinned, so that no later requirement chooses another build of it.
 $(INSTALLED): setup.py pyproject.toml constraints.txt
+	@echo "installing into $(VENV), once: some minutes, and silent unless something is wrong"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,bench,examples,trainers,test,dev]'
