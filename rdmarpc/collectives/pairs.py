@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ from .tensors import writing
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
 _PLANS = 256
 _REST_S, _LINGER = 0.002, 25
-_SEND, _RECEIVE, _APART = "send", "receive", "apart"
+_SEND, _RECEIVE, _APART = "send to", "receive from", "receive apart from"
 
 
 @lru_cache(64)
@@ -36,23 +36,27 @@ def _code(dtype: torch.dtype) -> int:
     return Signature("send", dtype).code
 
 
+def _called(ranks: Sequence[int], peer: int) -> str:
+    return f"rank {ranks[peer]}" if peer >= 0 else "any rank"
+
+
 class Message(Work):
     """A message to be sent, or to come. ``peer`` is -1 for one from anybody."""
 
-    def __init__(
-        self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str, verb: str
-    ) -> None:
+    put: Callable[[], None] | None = None
+    """Brings what came to where it belongs, if that is not ``data`` itself."""
+
+    def __init__(self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str) -> None:
         """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
-        super().__init__(nothing, outputs, verb, source=peer)
+        super().__init__(nothing, outputs, kind)
         self.pairs, self.data, self.peer, self.tag, self.kind = pairs, data, peer, tag, kind
-        self.put: Callable[[], None] | None = None
-        """Brings what came to where it belongs, if that is not ``data`` itself."""
+        self.source = peer
         self.code, self.nbytes = _code(data.dtype), data.nbytes
 
     @property
     def describe(self) -> str:
-        peer = f"rank {self.pairs.ranks[self.peer]}" if self.peer >= 0 else "any rank"
-        return f"{self._text} {peer}({self.data.numel()} elements, {self.data.dtype}, tag {self.tag})"
+        kind_of = f"{self.data.numel()} elements, {self.data.dtype}, tag {self.tag}"
+        return f"{self.kind} {_called(self.pairs.ranks, self.peer)}({kind_of})"
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.over:
@@ -63,8 +67,8 @@ class Message(Work):
 class _Way:
     """One direction of one lane: the streams of a group of two."""
 
-    def __init__(self, moves: Streams, peer: int) -> None:
-        self.streams, self.peer = moves, peer
+    def __init__(self, moves: Streams, peer: int, *, out: bool) -> None:
+        self.streams, self.peer, self.out = moves, peer, out
         self.lock = threading.Lock()
         """Held by the thread that moves it on, for as long as something moves, and by nobody for long."""
         self.count = 0
@@ -73,17 +77,16 @@ class _Way:
         self.queue: deque[Message] = deque()
         self._plans: dict[tuple[int, int, int], Plan] = {}
 
-    def begin(self, head: Head, message: Message, *, out: bool) -> None:
+    def begin(self, sequence: int, code: int, tag: int, message: Message) -> None:
         """Send a message, or take one. The first of its size, type and tag makes a plan."""
         address, nbytes = message.data.data_ptr(), message.nbytes
-        key = (head.code, head.elements, nbytes)
-        plan = self._plans.get(key)
+        plan = self._plans.get((code, tag, nbytes))
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             sides = {self.peer: (0, nbytes)}, dict[int, tuple[int, int]]()
-            plan = self._plans[key] = self.streams.plan(head.code, head.elements, *(sides if out else sides[::-1]))
-        self.streams.begin(plan, head.sequence, address, address, patient=aside.on)
+            plan = self._plans[code, tag, nbytes] = self.streams.plan(code, tag, *(sides if self.out else sides[::-1]))
+        self.streams.begin(plan, sequence, address, address, patient=aside.on)
 
 
 class Pairs:
@@ -98,13 +101,13 @@ class Pairs:
         if members.domain is not None:
             device, bell = members.domain.device, members.domain.bell
             for peer, lane in members.lanes[1].items():
-                self._outs[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer)
-                self._ins[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer)
+                self._outs[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer, out=True)
+                self._ins[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer, out=False)
         self._wanted: list[Message] = []
         """Messages to come, in the order in which they were asked for."""
         self._apart: deque[tuple[int, int, Head, torch.Tensor]] = deque()
         """Messages that came before they were asked for: rank, tag, head, bytes."""
-        self._orders = Orders()
+        self._orders = Orders(lambda key: f"{key[0]} {_called(self.ranks, key[1])} (tag {key[2]})")
         """Of messages that can take each other's places: of one kind, peer and tag."""
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
@@ -113,23 +116,23 @@ class Pairs:
         self._closed = False
 
     def send(self, data: torch.Tensor, peer: int, tag: int, outputs: list[torch.Tensor]) -> Message:
-        message = Message(self, data, outputs, peer, tag, _SEND, "send to")
+        message = Message(self, data, outputs, peer, tag, _SEND)
         way = self._outs[peer]
         self._check(message)
         with self._lock:
             way.queue.append(message)
-        self._move([way])
+        self._move((way,))
         return self._posted(message)
 
     def receive(
         self, data: torch.Tensor, peer: int, tag: int, put: Callable[[], None] | None, outputs: list[torch.Tensor]
     ) -> Message:
         """``peer``: -1 for any. ``put``: see ``Message``."""
-        message = Message(self, data, outputs, peer, tag, _RECEIVE, "receive from")
+        message = Message(self, data, outputs, peer, tag, _RECEIVE)
         message.put = put
         self._check(message)
+        found = None
         with self._lock:
-            found = None
             if self._apart:
                 found = next((each for each in self._apart if peer in (each[0], -1) and each[1] == tag), None)
             if found is None:
@@ -159,15 +162,15 @@ class Pairs:
             raise fresh(self.error)
         try:
             with self._lock:
-                self._orders.add((message.kind, message.peer, message.tag), message.describe)
+                self._orders.add((message.kind, message.peer, message.tag))
         except NotSupported as error:
             self.fail(error)
             raise
 
-    def _ways_of(self, message: Message) -> list[_Way]:
+    def _ways_of(self, message: Message) -> Sequence[_Way]:
         if message.kind == _SEND:
-            return [self._outs[message.peer]]
-        return [self._ins[message.peer]] if message.peer >= 0 else list(self._ins.values())
+            return (self._outs[message.peer],)
+        return (self._ins[message.peer],) if message.peer >= 0 else tuple(self._ins.values())
 
     # -- moving
 
@@ -192,7 +195,7 @@ class Pairs:
                     self.fail(error)
                 raise error
 
-    def _move(self, ways: list[_Way]) -> bool:
+    def _move(self, ways: Sequence[_Way]) -> bool:
         """Move these on as far as they go at once, unless another thread does."""
         moved = False
         for way in ways:
@@ -205,10 +208,10 @@ class Pairs:
 
     def _advance(self, way: _Way, slice_ns: int, until: Message | None) -> bool:
         """With the way's lock: go on until nothing moves for ``slice_ns``, or ``until`` is over. Whether something moved."""
-        moved, sends = False, way is self._outs.get(way.peer)
+        moved = False
         while not self._closed and (until is None or not until.over):
             try:
-                if way.current is None and not (self._begin_send(way) if sends else self._begin_receive(way, slice_ns)):
+                if way.current is None and not (self._begin_send(way) if way.out else self._begin_receive(way, slice_ns)):
                     if slice_ns:
                         self._look(way)
                     return moved
@@ -237,7 +240,7 @@ class Pairs:
                 return False
             message = way.current = way.queue.popleft()
         way.count += 1
-        way.begin(Head(way.count, message.code, message.tag), message, out=True)
+        way.begin(way.count, message.code, message.tag, message)
         return True
 
     def _begin_receive(self, way: _Way, slice_ns: int) -> bool:
@@ -261,13 +264,13 @@ class Pairs:
             return False
         if message is None:
             apart = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            message = Message(self, apart, [], way.peer, head.elements, _APART, "receive apart from")
+            message = Message(self, apart, [], way.peer, head.elements, _APART)
         way.current = message
         if message.kind != _APART and (problem := self._misfit(message, way.peer, head, nbytes)) is not None:
             raise problem  # whoever waits for the message gets it, too: it is the current one
         message.source = way.peer
         way.arriving = head
-        way.begin(head, message, out=False)
+        way.begin(head.sequence, head.code, head.elements, message)
         return True
 
     def _misfit(self, message: Message, peer: int, head: Head, nbytes: int) -> Mismatch | None:

@@ -33,23 +33,24 @@ _SMALL = 4096
 
 
 class Work(dist.Work):
-    """A call under way, or one that has ended. Thread-safe."""
+    """A call under way, or one that has ended. Thread-safe. ``threaded``: a thread of the group runs it, and so may be the last
+    to hold it."""
 
-    def __init__(self, run: Run, outputs: Sequence[torch.Tensor], describe: str, sequence: int = 0, source: int = -1) -> None:
+    # Most calls end without any of these being set, and to set one costs as much as a short call of C.
+    source, sequence = -1, 0
+    over = threaded = _waited = _dropped = False
+    error: BaseException | None = None
+    _event: threading.Event | None = None
+    _future: torch.futures.Future[Any] | None = None
+    _ended: torch.futures.Future[None] | None = None
+    """What ``_future`` follows."""
+    origin = _since = 0
+    """For ``Caller``. Without an origin it is one of its own."""
+
+    def __init__(self, run: Run, outputs: Sequence[torch.Tensor], describe: str) -> None:
         super().__init__()
-        self.run, self.outputs, self._text, self.sequence = run, outputs, describe, sequence
-        self.source = source
-        self.over = self._waited = self._dropped = False
-        self.threaded = False
-        """Whether a thread of the group runs it, and so may be the last to hold it."""
-        self.error: BaseException | None = None
+        self.run, self.outputs, self._text = run, outputs, describe
         self._lock = threading.Lock()
-        self._event: threading.Event | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._ended: torch.futures.Future[None] | None = None
-        """What ``_future`` follows."""
-        self.origin = self._since = 0
-        """For ``Caller``. Without an origin it is one of its own."""
 
     @property
     def describe(self) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..transport import NotSupported
 
@@ -81,14 +81,17 @@ class Order:
 class Orders:
     """One for each of the last 1024 keys. Used by one thread at a time."""
 
-    def __init__(self) -> None:
-        self._by_key: dict[Hashable, Order] = {}
+    def __init__(self, told: Callable[[Any], str]) -> None:
+        """``told``: what people call the calls of a key."""
+        self._told = told
+        self._by_key: dict[Hashable, tuple[Order, str]] = {}
 
-    def add(self, key: Hashable, what: str) -> None:
+    def add(self, key: Hashable) -> None:
         """As ``Order.add``."""
         found = self._by_key.get(key)
         if found is None:
             if len(self._by_key) >= _KEYS:
                 del self._by_key[next(iter(self._by_key))]
-            found = self._by_key[key] = Order()
-        found.add(what)
+            found = self._by_key[key] = Order(), self._told(key)
+        order, what = found
+        order.add(what)
