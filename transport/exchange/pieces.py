@@ -14,7 +14,7 @@ from ..words.atomics import (
 )
 from ..words.atomics import call as call_c
 from ..words.compiled import compiled, compiled_callback
-from ..words.kernels import WR_BELLS, WR_RECORD, enter
+from ..words.kernels import WR_BELLS, WR_RECORD, enter, move
 from ..words.signals import signal
 from ..words.symbols import i64, inline
 from . import layout as w
@@ -76,7 +76,7 @@ def write(call: int, lane: int, source: int, nbytes: int) -> int:
     store_release(slot + 8 * w.HEAD_CODE, load_acquire(call + 8 * w.CALL_CODE))
     store_release(slot + 8 * w.HEAD_BYTES, load_acquire(lane + 8 * w.LANE_FROM_BYTES))
     store_release(slot + 8 * w.HEAD_COUNT, load_acquire(call + 8 * w.CALL_COUNT))
-    memcpy(slot + w.HEADER, source, nbytes)
+    move(slot + w.HEADER, source, nbytes, lane + 8 * w.LANE_ADVICE)
     signal(load_acquire(block + 8 * WR_RECORD), load_acquire(block + 8 * WR_BELLS))
     fetch_add(inflight, -1)
     store_release(lane + 8 * w.LANE_SENT, sent + 1)

@@ -32,7 +32,7 @@ class Inboxes:
         """Address of the word that is set when the peer has closed its inbox."""
         self.inflight = self._peer + _INFLIGHT_AT
         """Address of the count of our copies under way."""
-        self._stats = np.zeros(3, np.int64)  # posts, bytes, and the advice of kernels._move
+        self._stats = np.zeros(3, np.int64)  # posts, bytes, and the advice of kernels.move
         self.stats = int(self._stats.ctypes.data)
 
     def record(self, imm: int) -> int:

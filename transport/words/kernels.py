@@ -17,7 +17,7 @@ Invariants (C11 order):
    of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. An abort stores ``closed`` or disarms; fence; waits for
    ``inflight`` == 0.
 
-Large copies adapt too (``_move``): writing to memory that a far core has in its cache can be ten times slower than a warm
+Large copies adapt too (``move``): writing to memory that a far core has in its cache can be ten times slower than a warm
 memcpy, because every line's ownership has to come over first; stores that go past the caches do not wait for that, but are
 slower where the cores share a cache. So a copy that turned out slow makes the next ones on that channel go past the caches, and
 what is larger than any cache always does: it need not be read before it is written.
@@ -65,7 +65,7 @@ _budget = np.full(1, SPIN_MIN_NS, np.int64)
 SPIN = _budget.ctypes.data
 """Address of this process's spin budget (ns). A hint: threads may overwrite each other's."""
 
-_MOVE_MIN = 128 << 10  # bytes from which on a copy is judged
+MOVE_MIN = 64 << 10  # bytes from which on a copy is judged
 _PAST = 32 << 20  # bytes of one post from which on no cache keeps what it writes for the reader
 _SLOW_BYTES_PER_US = 6000  # a plain copy below this rate (6 GB/s) is one of contended memory, or of memory never touched
 _STREAMED = 64  # copies past the caches after two slow ones in a row, before a plain one is tried again
@@ -132,10 +132,10 @@ def copy_past_caches(dst: int, src: int, nbytes: int) -> int:
 
 
 @compiled(i64(i64, i64, i64, i64))
-def _move(dst: int, src: int, nbytes: int, state: int) -> int:
+def move(dst: int, src: int, nbytes: int, state: int) -> int:
     """Copy as the channel's recent copies advise. ``state`` (private): how many more go past the caches; -1 after one slow
     plain copy. A hint only: threads may overwrite each other's."""
-    if nbytes < _MOVE_MIN:
+    if nbytes < MOVE_MIN:
         memcpy(dst, src, nbytes)
         return 0
     if nbytes >= _PAST:
@@ -194,7 +194,7 @@ def post(block: int) -> int:
         if past and nbytes >= STREAM_BYTES:
             copy_past_caches(dst, src, nbytes)
         else:
-            _move(dst, src, nbytes, stats + 16)
+            move(dst, src, nbytes, stats + 16)
         at += 24
     return _leave(block, inflight, stats, load_acquire(block + 8 * WR_BYTES))
 
@@ -206,7 +206,7 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     if inflight == 0:
         return CLOSED
     stats = load_acquire(block + 8 * WR_STATS)
-    _move(dst, src, nbytes, stats + 16)
+    move(dst, src, nbytes, stats + 16)
     return _leave(block, inflight, stats, nbytes)
 
 

@@ -26,8 +26,8 @@ def test_past_the_caches(nbytes, to, out_of):
 @pytest.mark.parametrize("advice", [0, -1, 1, 2, 64])
 def test_every_advice_moves_the_bytes(advice):
     state = np.array([advice], np.int64)
-    for nbytes in (100, kernels._MOVE_MIN, kernels._MOVE_MIN + 13, 700_000):
+    for nbytes in (100, kernels.MOVE_MIN, kernels.MOVE_MIN + 13, 700_000):
         target = torch.zeros(nbytes, dtype=torch.uint8)
-        kernels._move(target.data_ptr(), _SOURCE.data_ptr(), nbytes, state.ctypes.data)
+        kernels.move(target.data_ptr(), _SOURCE.data_ptr(), nbytes, state.ctypes.data)
         assert torch.equal(target, _SOURCE[:nbytes])
     assert -1 <= state[0] <= kernels._STREAMED
