@@ -178,7 +178,7 @@ class Group:
     def part(self) -> None:
         """Leave a static group when nothing is left to do: wait here until all workers have come here."""
         assert self._meeting is not None
-        self._meeting.leave(_LEAVE_TIMEOUT_S)
+        self._meeting.leave(_LEAVE_TIMEOUT_S, self.lost)
 
     def leave(self) -> None:
         """Take ourselves out of a dynamic group, so that no new worker finds us. Does nothing in a static one."""

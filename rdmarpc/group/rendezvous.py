@@ -9,11 +9,12 @@ A static group (``Rendezvous``) is complete from the start; a dynamic one is in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -210,26 +211,34 @@ class Rendezvous:
         self._wait([(key, f"rank {rank}") for rank, key in enumerate(keys)])
         return [bytes(text) for text in self._store.multi_get(keys)]
 
-    def leave(self, timeout: float) -> None:
+    def leave(self, timeout: float, lost: Container[int]) -> None:
         """Wait until all workers have come here. Each worker calls this last, so that none closes its connections before. Rank
-        0, which may host the store, stays until all others have seen that."""
-        deadline = time.monotonic() + timeout
-        self._say("left")
-        self._wait_said("left", range(self.world_size), deadline)
-        if self.rank != 0:
-            self._say("gone")
-        else:
-            self._wait_said("gone", range(1, self.world_size), deadline)
+        0, which may host the store, stays until all others have seen that. Nobody waits for those that are ``lost``, which may
+        become more meanwhile; rank 0 knows of all."""
+        with contextlib.suppress(dist.DistError):  # the store has ended with whoever kept it: nobody can say any more
+            self._leave(time.monotonic() + timeout, lost)
 
-    def _say(self, word: str) -> None:
+    def _leave(self, deadline: float, lost: Container[int]) -> None:
+        self._say("left", self.rank)
+        self._wait_said("left", range(self.world_size), deadline, lost)
+        if self.rank != 0:
+            self._say("gone", self.rank)
+            return
+        for rank in range(1, self.world_size):
+            if rank in lost:
+                self._say("left", rank)
+        self._wait_said("gone", range(1, self.world_size), deadline, lost)
+
+    def _say(self, word: str, rank: int) -> None:
         """Each worker has a key of its own. A count would be written by all of them, by each look at it, too: workers on hosts
         whose file locks do not hold between them would overwrite each other's in a store that is a file."""
-        self._store.set(f"{word}/{self.rank}", "1")
+        self._store.set(f"{word}/{rank}", "1")
 
-    def _wait_said(self, word: str, ranks: Iterable[int], deadline: float) -> None:
-        keys = [f"{word}/{rank}" for rank in ranks]
+    def _wait_said(self, word: str, ranks: Iterable[int], deadline: float, lost: Container[int]) -> None:
         pause = _FIRST_POLL_S
-        while keys and not self._store.check(keys) and time.monotonic() < deadline:
+        while keys := [f"{word}/{rank}" for rank in ranks if rank not in lost]:
+            if self._store.check(keys) or time.monotonic() > deadline:
+                return
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_S)
 

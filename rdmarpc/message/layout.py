@@ -213,6 +213,16 @@ def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
     return value.requires_grad_() if what.requires_grad else value
 
 
+def as_it_lies(tensor: torch.Tensor) -> Outline | None:
+    """As ``lone``, for a tensor that ``travels``."""
+    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+    found = _outlines.get(key) or _outline(*key)
+    if not found.lone or tensor.is_neg():
+        return None
+    check_held(tensor, found.nbytes)
+    return found
+
+
 def lone(tensor: torch.Tensor) -> Outline | None:
     """The outline of a tensor whose span may be taken from memory as it lies; ``None`` for any other. The short way."""
     if tensor.layout is not torch.strided or not tensor.is_cpu:

@@ -292,7 +292,7 @@ def dump_flat(values: tuple[Any, ...]) -> bytes:
     """A tuple for which ``flat`` gave tensors: they are replaced by a mark."""
     if not values:
         return _EMPTY
-    return pickle.dumps(tuple(_TENSOR if type(value) is torch.Tensor else value for value in values), 5)
+    return pickle.dumps(tuple([_TENSOR if type(value) is torch.Tensor else value for value in values]), 5)
 
 
 def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -303,7 +303,7 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     if not tensors:
         return values
     remaining = iter(tensors)
-    return tuple(next(remaining) if type(value) is str and value == _TENSOR else value for value in values)
+    return tuple([next(remaining) if type(value) is str and value == _TENSOR else value for value in values])
 
 
 ONE_TENSOR = pickle.dumps((_TENSOR,), 5)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -131,16 +132,14 @@ NOTHING = Outgoing(b"", b"", 0, [])
 
 
 def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
+    """``layout.travels`` is true for all tensors."""
     entries: list[tuple[torch.Tensor | None, int, bytes, bytes]] = []
     sizes = []
     inline = 0
     places = sharing.plan(tensors) if len(tensors) > 1 else None
     for index, tensor in enumerate(tensors):
         place = places.get(index) if places is not None else None
-        if place is not None and place.same:
-            entries.append((None, SAME, b"", _INDEX.pack(place.base)))
-            continue
-        known = layout.lone(tensor) if place is None else None
+        known = layout.as_it_lies(tensor) if place is None else None
         if known is not None:
             text, nbytes = known.text, known.nbytes
             if _rides(nbytes, inline):
@@ -150,6 +149,9 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
             run = tensor.detach()
             if known.strides is not None:
                 run = run.as_strided((nbytes // tensor.itemsize,), (1,))
+        elif place is not None and place.same:
+            entries.append((None, SAME, b"", _INDEX.pack(place.base)))
+            continue
         else:
             run, text, nbytes = _describe(tensor, place)
             if place is not None and place.base != index:
@@ -168,9 +170,14 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
     return Described(entries, tuple(sizes))
 
 
+@lru_cache(_MAX_CACHE)
+def _entry(way: int, text: bytes) -> bytes:
+    return _ENTRY.pack(way, len(text)) + text
+
+
 def _rides(nbytes: int, inline: int) -> bool:
     """Whether a run rides in the frame, where ``inline`` bytes do so already."""
-    return nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES)
+    return nbytes <= _TINY_BYTES or (nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL)
 
 
 def describe(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
@@ -237,15 +244,15 @@ def pack(
     remaining = iter(fits or ())
     for run, way, text, rest in described.entries:
         if run is None:
-            table.append(_ENTRY.pack(way, len(text)) + text)
+            table.append(_entry(way, text))
             (data if way == INLINE else table).append(rest)
         elif fits is not None:
             channel.memcpy(next(remaining), run)
-            table.append(_ENTRY.pack(WRITTEN, len(text)) + text)
+            table.append(_entry(WRITTEN, text))
         else:
             source = _lendable(run, device, channel, memory, deadline)
             lent.append(source)
-            table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source, channel).dump())
+            table.append(_entry(READ, text) + device.lend(source, channel).dump())
     return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
 
 
@@ -265,7 +272,7 @@ def check_wanted(word: torch.Tensor) -> None:
 
 def pack_handed(text: bytes, place: bytes) -> Outgoing:
     """One tensor that was handed over (``handover.Handovers.give``)."""
-    return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
+    return Outgoing(_entry(HANDED, text) + place, b"", 1, [])
 
 
 def _lendable(run: torch.Tensor, device: Device, channel: Channel, memory: Memory, deadline: float | None) -> torch.Tensor:
@@ -297,6 +304,7 @@ def unpack(
     sizes: list[int] = []
     reads: list[tuple[torch.Tensor, RemoteRegion]] = []
     at = offset = was_read = 0
+    whole = memoryview(data)
     for _ in range(count):
         way, length = _ENTRY.unpack_from(table, at)
         at += _ENTRY.size + length
@@ -307,7 +315,7 @@ def unpack(
         what = layout.decode(table[at - length : at])
         if way == INLINE:
             # Memory of its own: received tensors are kept one by one. All of ``data`` is one tensor's already.
-            piece = data if what.nbytes == len(data) else bytearray(memoryview(data)[offset : offset + what.nbytes])
+            piece = data if what.nbytes == len(data) else bytearray(whole[offset : offset + what.nbytes])
             offset += what.nbytes
             if len(piece) != what.nbytes:
                 raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(piece)}", peer=channel.peer)

@@ -7,15 +7,18 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from called import held
 from group import dismiss, on_every_device, results, run_group, until_dismissed
+from ports import free_port
 from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent, termination
+from rdmarpc.group import group, rendezvous
 
 
 def by_way_of_another(seconds):
@@ -82,6 +85,23 @@ def held_by_a_function(rank):
 def test_shutdown_does_not_wait_for_functions_when_a_worker_is_lost():
     for outcomes in on_every_device(held_by_a_function, 3, rpc_timeout=50).values():
         results([outcomes[0], outcomes[2]])
+
+
+def dies_when_all_is_done(victim, rank):
+    """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do."""
+    group._LEAVE_TIMEOUT_S = 3600.0
+    if rank == victim:
+        rendezvous.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_nobody_waits_for_a_worker_that_dies_when_all_is_done(victim, store):
+    """Worker 0 keeps the store that is at an address, which ends with it."""
+    place = {"init_method": f"tcp://127.0.0.1:{free_port()}"} if store == "tcp" else {}
+    outcomes = run_group(partial(dies_when_all_is_done, victim), 3, **place)
+    results([outcome for rank, outcome in enumerate(outcomes) if rank != victim])
 
 
 @rpc.functions.async_execution

@@ -123,12 +123,12 @@ def test_who_waits_to_leave_writes_nothing(tmp_path, monkeypatch):
     file = tmp_path / "store"
     meetings = [Rendezvous(dist.FileStore(str(file), 2), rank, 2, 10.0) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meetings[0].leave, 10.0)
+        first = pool.submit(meetings[0].leave, 10.0, ())
         eventually(lambda: file.stat().st_size > 0 and b"left" in file.read_bytes())
         before = file.read_bytes()
         time.sleep(0.2)
         assert file.read_bytes() == before
-        meetings[1].leave(10.0)
+        meetings[1].leave(10.0, ())
         first.result(10)
     assert [file.read_bytes().count(word) for word in (b"left/0", b"left/1", b"gone/1")] == [1, 1, 1]
 
