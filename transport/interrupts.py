@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import repeat
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, TypeVar
@@ -168,11 +169,15 @@ def _around(frame: FrameType | None) -> contextlib.AbstractContextManager[None]:
 
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_found = find_spec("filelock")
+_FILELOCK = os.path.join(os.path.dirname(_found.origin), "") if _found is not None and _found.origin else _TORCH
+"""Torch's locks of files: their audit hook runs in the midst of anything."""
 
 
 def _of_library(file: str) -> bool:
-    """Whether code lies in Python's own library, or in torch: this package calls it, and it may call this package."""
-    return file.startswith((_TORCH, "<")) or (file.startswith(_STDLIB) and "-packages" not in file)
+    """Whether code lies in Python's own library, or in torch and its locks: this package calls it, and it may call this
+    package."""
+    return file.startswith((_TORCH, _FILELOCK, "<")) or (file.startswith(_STDLIB) and "-packages" not in file)
 
 
 def protect() -> None:

@@ -6,9 +6,12 @@ import copy
 import os
 import random
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from called import held, identity, let_go
@@ -19,6 +22,7 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
+from rdmarpc.transport import interrupts as kept_handlers
 
 
 def interrupts(pid, gate, tensor):
@@ -202,6 +206,16 @@ def sampled(rank):
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert wrapped.captured == "fx"
     rpc.shutdown()
+
+
+@pytest.mark.parametrize("of, works", [(filelock, True), (torch, True), (pytest, False)])
+def test_what_is_called_in_the_midst_of_work(of, works):
+    """A handler waits while an audit hook of filelock runs, as in torch; what else this package calls is the user's."""
+    seen = []
+    look = {"__name__": f"{of.__name__}.hooks", "look": lambda: seen.append(kept_handlers._at_work(sys._getframe(1)))}
+    exec(compile("def hook(): look()", str(Path(of.__file__).parent / "hooks.py"), "exec"), look)
+    exec("def work(): hook()\nwork()", {"__name__": "rdmarpc.calls.made_up", "hook": look["hook"]})
+    assert seen == [works]
 
 
 def test_a_timer_that_samples_the_program_changes_nothing():
