@@ -303,7 +303,7 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     if not tensors:
         return values
     remaining = iter(tensors)
-    return tuple([next(remaining) if type(value) is str and value == _TENSOR else value for value in values])
+    return tuple(next(remaining) if type(value) is str and value == _TENSOR else value for value in values)
 
 
 ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
