@@ -115,8 +115,8 @@ def _place(
     places = granted[1] if granted else None
     out = pack(described, device, link.channel, places, memory, pending.deadline)
     pending.key, pending.keep = (label, sizes), out.lent
-    runs = {id(run) for run, *_ in described.entries} if out.lent else ()
-    if any(id(lent) in runs for lent in out.lent):  # the program's own memory, and no copy
+    if out.lent and not {id(run) for run, *_ in described.entries}.isdisjoint(map(id, out.lent)):
+        # The program's own memory, and no copy.
         word = torch.zeros(WORD_BYTES, dtype=torch.uint8, device="cpu")
         if not device.can_lend(word, link.channel):
             word = memory.empty(link.channel, WORD_BYTES, pending.deadline).zero_()

@@ -37,7 +37,7 @@ class Work(dist.Work):
     to hold it."""
 
     # Most calls end without any of these being set, and to set one costs as much as a short call of C.
-    source, sequence = -1, 0
+    source = -1
     over = threaded = _waited = _dropped = False
     error: BaseException | None = None
     _event: threading.Event | None = None
@@ -144,9 +144,6 @@ class Work(dist.Work):
         if over:
             ended.set_result(None)
         return future
-
-    def _get_sequence_number(self) -> int:
-        return self.sequence
 
     def forked(self, error: BaseException) -> None:
         """In a forked child, whose parent runs it: who waits for it here gets this error. Takes no lock, runs no callback."""

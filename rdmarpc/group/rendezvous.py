@@ -215,19 +215,17 @@ class Rendezvous:
         """Wait until all workers have come here. Each worker calls this last, so that none closes its connections before. Rank
         0, which may host the store, stays until all others have seen that. Nobody waits for those that are ``lost``, which may
         become more meanwhile; rank 0 knows of all."""
+        deadline = time.monotonic() + timeout
         with contextlib.suppress(dist.DistError):  # the store has ended with whoever kept it: nobody can say any more
-            self._leave(time.monotonic() + timeout, lost)
-
-    def _leave(self, deadline: float, lost: Container[int]) -> None:
-        self._say("left", self.rank)
-        self._wait_said("left", range(self.world_size), deadline, lost)
-        if self.rank != 0:
-            self._say("gone", self.rank)
-            return
-        for rank in range(1, self.world_size):
-            if rank in lost:
-                self._say("left", rank)
-        self._wait_said("gone", range(1, self.world_size), deadline, lost)
+            self._say("left", self.rank)
+            self._wait_said("left", range(self.world_size), deadline, lost)
+            if self.rank != 0:
+                self._say("gone", self.rank)
+                return
+            for rank in range(1, self.world_size):
+                if rank in lost:
+                    self._say("left", rank)
+            self._wait_said("gone", range(1, self.world_size), deadline, lost)
 
     def _say(self, word: str, rank: int) -> None:
         """Each worker has a key of its own. A count would be written by all of them, by each look at it, too: workers on hosts

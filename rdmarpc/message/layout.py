@@ -225,18 +225,4 @@ def as_it_lies(tensor: torch.Tensor) -> Outline | None:
 
 def lone(tensor: torch.Tensor) -> Outline | None:
     """The outline of a tensor whose span may be taken from memory as it lies; ``None`` for any other. The short way."""
-    if tensor.layout is not torch.strided or not tensor.is_cpu:
-        return None
-    try:
-        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
-    except RuntimeError:  # nested
-        return None
-    found = _outlines.get(key)
-    if found is None:
-        if tensor.dtype in _QUANTISED:
-            return None
-        found = _outline(*key)
-    if not (found.lone and not tensor.is_neg() and bare(tensor)) or tensor._is_zerotensor():
-        return None
-    check_held(tensor, found.nbytes)
-    return found
+    return as_it_lies(tensor) if travels(tensor) else None
