@@ -1,0 +1,542 @@
+"""``RemoteTensor``: a tensor whose memory lies at a worker, and where its operations run.
+
+PyTorch runs the program: autograd, views, versions and modules are its own. Only what comes below autograd comes here
+(``__torch_dispatch__``), and is posted to the stream of a place. The rules of where an operation runs:
+
+1. where its tensors lie, if that is one place;
+2. else where what it writes lies;
+3. else, in a backward, where its forward ran (found by the sequence number of the node);
+4. else where the first parameter among its operands lies, or a view of one (``Storage.anchor``);
+5. else where the latest remote operand lies.
+
+An operand that lies elsewhere is copied there below autograd: no node is added. A copy keeps strides and the address modulo 64,
+because kernels choose by both in which order they add up. A copy of a remote operand is used again until that is written; a
+plain tensor of this process is copied at each use, since numpy and others write it unseen.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..transport import NotSupported
+from . import ring
+from .geometry import Geometry, geometry, span
+from .operators import Operator, aten, operator
+from .plain import encode
+from .stream import Known, Meta, Storage, Stream, cross, meta_of, new_names
+
+_make = torch.Tensor._make_wrapper_subclass
+_CPU, _STRIDED = torch.device("cpu"), torch.strided
+_BELOW = torch._C._ExcludeDispatchKeyGuard
+_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_node, _sequence = torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
+_bits, _word = struct.Struct("<d"), struct.Struct("<q")
+_REMEMBERED = 1 << 18
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor at a worker (``place``). Shape, dtype, strides, versions and gradients are here."""
+
+    _handle: Storage
+    _meta: Meta
+    _offset: int
+    _at: int
+    """-1: all of the storage as it was made; else the offset of a view."""
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return run(operator(func), args, kwargs or {})
+
+
+def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
+    """A tensor over memory at a worker."""
+    shape, strides, dtype, layout, _, _ = meta.geometry
+    if layout is not _STRIDED:
+        made = _make(RemoteTensor, shape, strides=(1,) * len(shape), dtype=dtype, layout=layout, device=_CPU)
+    elif at == -1 and offset == 0:
+        made = _make(RemoteTensor, shape, strides, 0, None, dtype, _STRIDED, _CPU)
+    else:
+        made = _make(
+            RemoteTensor, shape, strides=strides, storage_offset=offset, dtype=dtype, device=_CPU, storage_size=storage.nbytes
+        )
+    if not meta.plain:
+        with _BELOW(_PYTHON):
+            bare = aten._conj.default(made) if meta.geometry.conj else made
+            bare = aten._neg_view.default(bare) if meta.geometry.neg else bare
+            made = torch.Tensor._make_subclass(RemoteTensor, bare)
+    made._handle, made._meta, made._offset, made._at = storage, meta, offset, at
+    return made
+
+
+def place_of(tensor: torch.Tensor) -> Stream | None:
+    """Where a tensor lies; ``None``: here."""
+    return tensor._handle.stream if type(tensor) is RemoteTensor else None
+
+
+# -- moving, below autograd
+
+
+def at_place(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
+    """The tensor at a place: itself, or a copy of its bytes (not of its graph)."""
+    if type(tensor) is not RemoteTensor:
+        return tensor if place is None else _bring(tensor, place)
+    handle = tensor._handle
+    if handle.stream is place:
+        return tensor
+    key = place, tensor._meta, tensor._offset
+    copies = handle.copies
+    found = None if copies is None else copies.get(key)
+    if found is None:
+        found = _home(tensor) if place is None else _crossed(tensor, place)
+        if handle.copies is None:
+            handle.copies = {}
+        handle.copies[key] = found
+    return found
+
+
+def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
+    if tensor.layout is not _STRIDED:
+        return _rebuilt(tensor, lambda part: _bring(part, place))
+    _check_kind(tensor)
+    storage, meta, at = place.bring(tensor)
+    return wrapper(storage, meta, 0, at)
+
+
+def _home(tensor: RemoteTensor) -> torch.Tensor:
+    if tensor._meta.geometry.layout is not _STRIDED:
+        return _rebuilt(tensor, lambda part: at_place(part, None))
+    handle = tensor._handle
+    return handle.stream.fetch(handle.name, tensor._at, tensor._meta)
+
+
+def _crossed(tensor: RemoteTensor, place: Stream) -> torch.Tensor:
+    if tensor._meta.geometry.layout is not _STRIDED:
+        return _rebuilt(tensor, lambda part: at_place(part, place))
+    handle, meta = tensor._handle, tensor._meta
+    if handle.stream.worker == place.worker:
+        return _bring(at_place(tensor, None), place)
+    shift = tensor._offset * meta.geometry.dtype.itemsize % 64
+    return wrapper(cross(handle.stream, place, handle, tensor._at, meta, shift), meta, 0, -1)
+
+
+def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A sparse tensor, made again of its moved parts."""
+    if tensor.layout is torch.sparse_coo:
+        parts = aten._indices.default(tensor), aten._values.default(tensor)
+        indices, values = (move(part) for part in parts)
+        found = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+            tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
+            layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
+        )  # fmt: skip
+        return found
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if rows or tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
+        parts = [move(getattr(aten, name).default(tensor)) for name in (*names, "values")]
+        make = getattr(aten, f"_{str(tensor.layout)[6:]}_tensor_unsafe").default
+        return make(*parts, list(tensor.shape), dtype=tensor.dtype, layout=tensor.layout, device=_CPU)
+    raise NotSupported(f"tensors of layout {tensor.layout} cannot lie at a worker")
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    if tensor.is_quantized or tensor.is_nested:
+        raise NotSupported(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+
+
+# -- where an operation runs
+
+_ran: dict[int, Stream | None] = {}
+"""Where forward operations ran, by the sequence number of the node that autograd made for them."""
+
+
+def _remember(place: Stream | None) -> None:
+    if torch.is_grad_enabled() and _node() is None:
+        if len(_ran) >= _REMEMBERED:
+            for old in list(_ran)[: _REMEMBERED // 2]:
+                _ran.pop(old, None)
+        _ran[_sequence()] = place
+
+
+def _choose(op: Operator, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
+    if written:
+        return place_of(written[0])
+    node = _node()
+    if node is not None:
+        try:
+            return _ran[node._sequence_nr() + 1]
+        except KeyError:
+            pass
+    latest: RemoteTensor | None = None
+    for each in tensors:
+        if type(each) is RemoteTensor:
+            if each._handle.anchor:
+                return each._handle.stream
+            if latest is None or each._handle.name > latest._handle.name:
+                latest = each
+    assert latest is not None
+    return latest._handle.stream
+
+
+def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator some of whose operands are remote."""
+    if op.refused is not None:
+        raise NotSupported(f"{op.name}: {op.refused}")
+    if op.composite:
+        found = op.func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+    if op.view and args[0]._meta.geometry.layout is _STRIDED:
+        return view(op, args, kwargs)
+    if op.geometry:
+        return _in_place_geometry(op, args, kwargs)
+    if op.foreach:
+        return _foreach(op, args, kwargs)
+    if op.random and op.draws(args):
+        return _draw(op, args, kwargs)
+    if op.func is aten._to_copy.default and kwargs.get("device") is not None:
+        target = kwargs["device"]
+        if target.type != "cpu":
+            return _to(args[0], target, kwargs)
+    tensors = _tensors((args, kwargs))
+    place = place_of(tensors[0])
+    for each in tensors:
+        if place_of(each) is not place:
+            return _mixed(op, args, kwargs, tensors)
+    _remember(place)
+    return post(place, op, args, kwargs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) is list or type(value) is tuple:
+            for each in value:
+                walk(each)
+        elif type(value) is dict:
+            for each in value.values():
+                walk(each)
+
+    walk(value)
+    return found
+
+
+def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied back."""
+    written = op.operands_written(args, kwargs)
+    place = _choose(op, tensors, written)
+    _remember(place)
+    back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        found = at_place(tensor, place)
+        if found is not tensor and any(tensor is each for each in written):
+            found = found.clone()
+            back.append((tensor, found))
+        return found
+
+    with torch.no_grad():
+        there = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    out = _here(op, *there) if place is None else post(place, op, *there)
+    with torch.no_grad():
+        for original, copy in back:
+            original.copy_(copy)
+    return _originals(op, out, args, kwargs)
+
+
+def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op.func(*args, **kwargs)
+
+
+def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Results that are operands written in place, as the operands that were given."""
+    if not any(where is not None for where in op.returned):
+        return out
+    given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
+    if len(given) == 1:
+        return given[0]
+    return tuple(each if own is None else own for each, own in zip(out, given))
+
+
+def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(where, str):
+        return kwargs.get(where)
+    return args[where] if where < len(args) else kwargs.get(op.func._schema.arguments[where].name)
+
+
+# -- posting
+
+
+def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Post an operator whose tensors all lie at ``place``, and make what stands for its results."""
+    key: list[Any] = [op.func]
+    words: list[int] = [ring.OPERATION, 0, 0]
+    numbers = op.numbers
+    for position, value in enumerate(args):
+        _scan(value, key, words, position in numbers)
+    for name, value in kwargs.items():
+        key.append(name)
+        _scan(value, key, words, name in numbers)
+    form = tuple(key)
+    place.counts["operations"] += 1
+    with place.lock:
+        known = place.known.get(form)
+        if known is None or known.results is None or op.dynamic and op.sized_by_values(args):
+            out = _ask(place, op, form, known, words, args, kwargs)
+        else:
+            base = words[2] = new_names() if known.results else 0
+            words[1] = known.number
+            place.post(words)
+            out = _results(place, known, base, args, kwargs)
+    if op.written:
+        for each in op.operands_written(args, kwargs):
+            each._handle.copies = None
+        if op.mutable:
+            return _originals(op, out, args, kwargs)
+    return out
+
+
+def _scan(value: Any, key: list[Any], words: list[int], number: bool) -> None:
+    """Add an argument to the form of a call (``key``) and to the words of this one."""
+    kind = type(value)
+    if kind is RemoteTensor:
+        key.append(value._meta)
+        words += (value._handle.name, value._at)
+    elif kind is float:
+        if number:
+            key.append(float)
+            words += _word.unpack(_bits.pack(value))
+        else:
+            key += (kind, _bits.pack(value))
+    elif kind is int and number and -(1 << 63) <= value < 1 << 63:
+        key.append(int)
+        words.append(value)
+    elif kind is list or kind is tuple:
+        key += (list, len(value))
+        for each in value:
+            _scan(each, key, words, number)
+    elif kind is complex:
+        key += (kind, repr(value))
+    elif kind is torch.Generator:
+        raise NotSupported("an operator at a worker cannot draw from a generator of this process")
+    else:
+        key += (kind, value)
+
+
+def _takes(value: Any, place: Stream, number: bool) -> Any:
+    """As the worker is told an argument of a form."""
+    kind = type(value)
+    if kind is RemoteTensor:
+        return ("w", place.tell_meta(value._meta))
+    if kind is float and number:
+        return ("f", None)
+    if kind is int and number and -(1 << 63) <= value < 1 << 63:
+        return ("i", None)
+    if kind is list or kind is tuple:
+        return ("l", [_takes(each, place, number) for each in value])
+    return ("c", encode(value))
+
+
+def _ask(
+    place: Stream, op: Operator, form: tuple[Any, ...], known: Known | None, words: list[int], args: Any, kwargs: Any
+) -> Any:
+    """A form that is new, or whose results depend on values: the worker says what came out."""
+    if known is None:
+        takes = [_takes(value, place, position in op.numbers) for position, value in enumerate(args)]
+        keywords = [(name, _takes(value, place, name in op.numbers)) for name, value in kwargs.items()]
+        known = Known(place.tell_signature(op.name, takes, keywords), True, None)
+    base = new_names()
+    single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    operands = {t._handle.name: i for i, t in reversed(list(enumerate(_tensors((args, kwargs)))))}
+    tensors = _tensors((args, kwargs))
+    results: list[Any] = []
+    values: list[Any] = []
+    made: dict[int, int] = {}
+    for index, told in enumerate(described):
+        if told[0] == "n":
+            results.append(None)
+            values.append(None)
+        elif told[0] == "v":
+            results = None  # type: ignore[assignment]
+            return told[1] if single else [each[1] for each in described]
+        else:
+            _, plain, offset, name, nbytes = told
+            meta = meta_of(Geometry.of_plain(plain))
+            if name in operands:
+                operand = tensors[operands[name]]
+                results.append(("operand", operands[name], meta, offset - operand._offset))
+                values.append(wrapper(operand._handle, meta, offset, offset))
+            elif name in made:
+                results.append(("result", made[name], meta, offset))
+                values.append(wrapper(values[made[name]]._handle, meta, offset, offset))
+            else:
+                made[name] = index
+                results.append(("new", nbytes, meta, offset))
+                values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
+    if not (op.dynamic and op.sized_by_values(args)):
+        known.single, known.results = single, results
+    place.known[form] = known
+    return values[0] if single else tuple(values) if not _lists(op) else values
+
+
+def _lists(op: Operator) -> bool:
+    returns = op.func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+
+
+def _results(place: Stream, known: Known, base: int, args: Any, kwargs: Any) -> Any:
+    values: list[Any] = []
+    for index, told in enumerate(known.results):
+        if told is None:
+            values.append(None)
+            continue
+        kind, value, meta, offset = told
+        if kind == "new":
+            values.append(wrapper(Storage(place, base + index, value), meta, offset, -1))
+        elif kind == "operand":
+            operand = _tensors((args, kwargs))[value]
+            values.append(wrapper(operand._handle, meta, operand._offset + offset, operand._offset + offset))
+        else:
+            values.append(wrapper(values[value]._handle, meta, offset, offset))
+    return values[0] if known.single else values
+
+
+# -- views: a storage and a geometry, nothing is posted
+
+_views: dict[tuple[Any, ...], Any] = {}
+
+
+def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view, or several, of a strided remote tensor."""
+    base = args[0]
+    key: Any = (op.func, base._meta, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    known = _views.get(key) if op.kept else None
+    if known is None:
+        known = _new_view(op, args, kwargs)
+        if op.kept:
+            _views[key] = known
+    if type(known) is list:
+        return [_over(base, *each) for each in known]
+    return _over(base, *known)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _over(base: RemoteTensor, meta: Meta, ahead: int) -> RemoteTensor:
+    offset = base._offset + ahead
+    whole = base._at == -1 and ahead == 0 and meta is base._meta
+    return wrapper(base._handle, meta, offset, -1 if whole else offset)
+
+
+def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    with _BELOW(_PYTHON):
+        found = op.func(*args, **kwargs)
+    if isinstance(found, torch.Tensor):
+        return meta_of(geometry(found)), found.storage_offset() - base._offset
+    return [(meta_of(geometry(each)), each.storage_offset() - base._offset) for each in found]
+
+
+def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    with _BELOW(_PYTHON):
+        op.func(*args, **kwargs)
+    _refresh(tensor)
+    return tensor
+
+
+def _refresh(tensor: RemoteTensor) -> None:
+    """The tensor's geometry has changed here."""
+    meta, offset = meta_of(geometry(tensor)), tensor.storage_offset()
+    if meta is not tensor._meta or offset != tensor._offset:
+        tensor._meta, tensor._offset, tensor._at = meta, offset, offset
+
+
+# -- lists of tensors, random numbers, other places
+
+
+def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on lists, whose elements may lie at several places: by the places of its first list."""
+    first = args[0]
+    places = [place_of(each) for each in first]
+    distinct = list(dict.fromkeys(places))
+    if len(distinct) == 1:
+        return _foreach_at(distinct[0], op, args, kwargs)
+    length = len(first)
+    gathered: list[Any] = [None] * length
+    for place in distinct:
+        chosen = [index for index, each in enumerate(places) if each is place]
+
+        def part(value: Any, chosen: list[int] = chosen) -> Any:
+            each = type(value) in (list, tuple) and len(value) == length
+            return [value[index] for index in chosen] if each else value
+
+        out = _foreach_at(place, op, tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
+        for index, each in zip(chosen, out or ()):
+            gathered[index] = each
+    return gathered if _lists(op) else None
+
+
+def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = _tensors((args, kwargs))
+    if any(place_of(each) is not place for each in tensors):
+        return _mixed(op, args, kwargs, tensors)
+    return _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+
+
+def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers come from this process's generator, so that they are those of one process."""
+    tensors = _tensors((args, kwargs))
+    written = op.operands_written(args, kwargs)
+    place = _choose(op, tensors, written)
+    _remember(place)
+    fills = op.fills
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not RemoteTensor:
+            return tensor
+        if fills and any(tensor is each for each in written):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        found = at_place(tensor, None)
+        return found.clone() if any(tensor is each for each in written) else found
+
+    with torch.no_grad():
+        home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
+        out = op.func(*home_args, **home_kwargs)
+        if written:
+            for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
+                if original is not filled:
+                    aten.copy_.default(original, at_place(filled, place_of(original)))
+            return _originals(op, out, args, kwargs)
+        return tree_map_only(torch.Tensor, lambda each: at_place(each, place), out)
+
+
+def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> Any:
+    from .devices import place_named
+
+    moved = at_place(tensor, place_named(device))
+    moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
+    rest = {name: value for name, value in kwargs.items() if name != "device"}
+    wanted = kwargs.get("dtype")
+    if wanted is not None and wanted is not tensor.dtype or kwargs.get("memory_format") is not None:
+        return aten._to_copy.default(moved, **rest)
+    return moved
+
+
+def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor at a worker."""
+    op = operator(aten.empty_strided.default)
+    return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
