@@ -12,41 +12,21 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from ..transport import NotSupported
-from .geometry import geometry
-from .stream import Stream, meta_of, new_names, stream_to
-from .tensor import RemoteTensor, at_place
+from ..calls import agent as _agent
+from .names import DEVICE, named, place_named
 from .operators import aten
+from .tensor import at_place, make_empty
 
-_NAME = "remote"
-_MOST = 128
-_places: list[tuple[str, str]] = []
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 
 
 def device(worker: Any, where: str | torch.device = "cpu") -> torch.device:
     """A device of a worker (name, rank or ``WorkerInfo``), for ``.to`` and ``device=``. ``where``: the device there."""
-    from ..calls import agent as _agent
-
     name = _agent.current().resolve(worker).name
-    key = name, str(torch.device(where))
     with _lock:
         _enter()
-        if key not in _places:
-            if len(_places) == _MOST:
-                raise NotSupported(f"torch tells at most {_MOST} devices of one kind apart")
-            _places.append(key)
-        return torch.device(_NAME, _places.index(key))
-
-
-def place_named(found: torch.device) -> Stream | None:
-    """The place of a device; ``None``: here."""
-    if found.type == "cpu":
-        return None
-    if found.type != _NAME:
-        raise NotSupported(f"a tensor at a worker cannot be moved to {found}", hint='rdmarpc.device("worker1", "cuda:0")')
-    return stream_to(*_places[found.index or 0])
+    return named(name, str(torch.device(where)))
 
 
 def _enter() -> None:
@@ -54,8 +34,8 @@ def _enter() -> None:
     global _library
     if _library is not None:
         return
-    backend_registration._setup_privateuseone_for_python_backend(_NAME)
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE)
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a plain tensor's ``data`` cannot become one elsewhere
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("_to_copy", _to_copy, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")
@@ -78,8 +58,6 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
 
 
 def _made(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    from .tensor import make_empty
-
     place = place_named(device)
     if place is None:
         return torch.empty_strided(size, stride, dtype=dtype)

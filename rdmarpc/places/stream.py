@@ -133,7 +133,8 @@ class Stream:
         self.key = uuid.uuid4().hex
         self.lock = threading.RLock()
         self.dead: deque[tuple[int, tuple[Region, int, int] | None]] = deque()
-        self.known: dict[tuple[Any, ...], Known] = {}
+        self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
+        """Forms of calls, by the grad mode, which some kernels ask for."""
         self.numbers = itertools.count(1)
         self.closed: BaseException | None = None
         self.counts = {"operations": 0, "questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
@@ -203,7 +204,8 @@ class Stream:
 
     def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)
-        self.post([ring.SIGNATURE, number, *ring.as_words(dump((name, takes, keywords)))])
+        told = name, takes, keywords, torch.is_grad_enabled()
+        self.post([ring.SIGNATURE, number, *ring.as_words(dump(told))])
         return number
 
     def question(self, words: list[int], at: int) -> Any:

@@ -16,6 +16,7 @@ plain tensor of this process is copied at each use, since numpy and others write
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
 from . import ring
-from .geometry import Geometry, geometry, span
+from .geometry import Geometry, geometry
+from .names import DEVICE, place_named
 from .operators import Operator, aten, operator
 from .plain import encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, new_names
@@ -52,6 +54,147 @@ class RemoteTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return run(operator(func), args, kwargs or {})
+
+    @property
+    def place(self) -> str:
+        """The worker, and the device there if it is not the CPU: ``"worker1"``, ``"worker1/cuda:0"``."""
+        return repr(self._handle.stream)
+
+    # -- bringing it home
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """A copy in this process. Gradients flow through it."""
+        found = _Home.apply(self)
+        return found if memory_format is torch.preserve_format else found.contiguous(memory_format=memory_format)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy, read-only: writing into it would not reach the worker."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        found = at_place(self.detach(), None).resolve_conj().resolve_neg().clone().numpy()
+        found.flags.writeable = False
+        return found
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def tolist(self) -> Any:
+        return at_place(self.detach(), None).tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch.no_grad():
+            text = repr(at_place(self.detach(), None).requires_grad_(self.requires_grad and self.is_leaf))
+        if self.grad_fn is not None:
+            text = text[:-1] + f", grad_fn=<{type(self.grad_fn).__name__}>)"
+        return f"{text[:-1]}, place={self.place!r})"
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return self.item().__format__(spec)
+        return object.__format__(self, spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a tensor of the CPU: a file knows no workers."""
+        found = at_place(self.detach(), None)
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(found, self.requires_grad).__reduce_ex__(protocol)
+        if not self.is_leaf:
+            return self.__deepcopy__({})
+        return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
+                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage, "
+                "see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        storage, whole = _cloned(self, memo)
+        made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
+        made.__dict__.update(copy.deepcopy(kept, memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    # -- what a place of memory elsewhere cannot do as memory here does
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.Tensor.to``. "cpu" is what ``device`` says, and changes nothing: ``cpu()`` brings a tensor home."""
+        device = next((each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)), None)
+        if device is not None and device.type == DEVICE and place_named(device) is self._handle.stream:
+            args = tuple(each for each in args if each is not device)
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+            return super().to(*args, **kwargs) if args or kwargs else self
+        return super().to(*args, **kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory, apart from autograd and with a version of its own."""
+        return wrapper(self._handle, self._meta, self._offset, self._at)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        value = at_place(value.detach(), self._handle.stream) if type(value) is not RemoteTensor else value
+        assert type(value) is RemoteTensor
+        anchor = self._handle.anchor
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._handle, self._meta, self._offset, self._at = value._handle, value._meta, value._offset, value._at
+        self._handle.anchor = anchor
+
+    def data_ptr(self) -> int:
+        raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise NotSupported("a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home")
+
+    def share_memory_(self) -> Any:
+        raise NotSupported("a tensor that lies at a worker is not shared with processes here", hint=".cpu() brings a copy home")
+
+    def pin_memory(self, device: Any = None) -> Any:
+        raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+
+class _Home(torch.autograd.Function):
+    """A copy here. Its gradient is moved where it is used."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        found = at_place(tensor, None)
+        return found.clone() if found.layout is _STRIDED else found  # the copy may be used again for other reads
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
+    """A copy of a tensor's storage, once for all tensors over it, and whether it was made as the tensor lies."""
+    key = ("storage at a worker", id(tensor._handle))
+    found = memo.get(key)  # type: ignore[call-overload]
+    if found is None:
+        handle = tensor._handle
+        strided = tensor._meta.geometry.layout is _STRIDED
+        whole = tensor._at == -1 and (not strided or tensor._offset == 0 and _dense(tensor))
+        bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
+        source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
+        copied = post(handle.stream, operator(aten.clone.default), (source,), {})
+        found = memo[key] = copied._handle, whole  # type: ignore[index]
+        copied._handle.anchor = handle.anchor
+    return found
+
+
+def _dense(tensor: RemoteTensor) -> bool:
+    geometry = tensor._meta.geometry
+    return geometry.span == geometry.numel and geometry.numel * geometry.dtype.itemsize == tensor._handle.nbytes
 
 
 def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
@@ -166,7 +309,7 @@ def _remember(place: Stream | None) -> None:
         _ran[_sequence()] = place
 
 
-def _choose(op: Operator, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
+def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
     if written:
         return place_of(written[0])
     node = _node()
@@ -182,6 +325,8 @@ def _choose(op: Operator, tensors: list[torch.Tensor], written: list[torch.Tenso
                 return each._handle.stream
             if latest is None or each._handle.name > latest._handle.name:
                 latest = each
+        elif isinstance(each, torch.nn.Parameter) or isinstance(each._base, torch.nn.Parameter):
+            return None
     assert latest is not None
     return latest._handle.stream
 
@@ -235,7 +380,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
     """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied back."""
     written = op.operands_written(args, kwargs)
-    place = _choose(op, tensors, written)
+    place = _choose(tensors, written)
     _remember(place)
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -291,7 +436,7 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
     form = tuple(key)
     place.counts["operations"] += 1
     with place.lock:
-        known = place.known.get(form)
+        known = place.known[torch.is_grad_enabled()].get(form)
         if known is None or known.results is None or op.dynamic and op.sized_by_values(args):
             out = _ask(place, op, form, known, words, args, kwargs)
         else:
@@ -386,7 +531,7 @@ def _ask(
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
     if not (op.dynamic and op.sized_by_values(args)):
         known.single, known.results = single, results
-    place.known[form] = known
+    place.known[torch.is_grad_enabled()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
 
 
@@ -501,7 +646,7 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random numbers come from this process's generator, so that they are those of one process."""
     tensors = _tensors((args, kwargs))
     written = op.operands_written(args, kwargs)
-    place = _choose(op, tensors, written)
+    place = _choose(tensors, written)
     _remember(place)
     fills = op.fills
 
@@ -525,8 +670,6 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> Any:
-    from .devices import place_named
-
     moved = at_place(tensor, place_named(device))
     moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
     rest = {name: value for name, value in kwargs.items() if name != "device"}

@@ -59,12 +59,12 @@ class Void:
 class Signature:
     """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are.
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
-    for no tensor, and for an operator that was not asked yet."""
+    for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for."""
 
-    __slots__ = ("expected", "func", "keywords", "takes")
+    __slots__ = ("expected", "func", "grad", "keywords", "takes")
 
     def __init__(self, told: tuple[Any, ...], metas: dict[int, Geometry], device: torch.device) -> None:
-        name, takes, keywords = told
+        name, takes, keywords, self.grad = told
         self.func = _overload(name)
         self.takes = [_taken(each, device) for each in takes]
         self.keywords = [(key, _taken(each, device)) for key, each in keywords]
@@ -162,7 +162,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
-            with torch.no_grad():
+            with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(True):
                 self._loop()
         except RdmaError:
             pass  # the caller has gone, or we leave
@@ -228,6 +228,8 @@ class Runner:
 
     def _call(self, signature: Signature, words: list[int], at: int) -> Any:
         self.operations += 1
+        if signature.grad is not torch.is_grad_enabled():
+            torch._C._set_grad_enabled(signature.grad)
         arguments: list[Any] = []
         for kind, value in signature.takes:
             if kind == "w":
