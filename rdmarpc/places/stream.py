@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import struct
 import threading
 import time
@@ -27,6 +28,7 @@ from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, load_error, loads
 from .worker import REPLY_BYTES, Derived, Landing, raw
 
+_log = logging.getLogger("rdmarpc")
 INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
@@ -386,13 +388,21 @@ def stream_to(worker: str, device: str | torch.device = "cpu") -> Stream | None:
     with _lock:
         found = _streams.get(key)
         if found is None or found.closed is not None or found.agent is not agent:
+            if not any(stream.agent is agent for stream in _streams.values()):
+                agent.before_leaving(close_streams)
             found = _streams[key] = Stream(agent, info, where)
         return found
 
 
 def close_streams() -> None:
-    """This worker leaves its group."""
+    """This worker leaves its group: return when all that was posted has been run, or cannot be any more."""
     for stream in list(_streams.values()):
+        try:
+            stream.synchronize()
+        except RdmaError:
+            pass
+        except Exception as error:
+            _log.warning("an operation at worker %s failed, and nothing asked for its result: %s", stream.worker, error)
         stream.close()
     _streams.clear()
 

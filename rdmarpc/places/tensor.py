@@ -16,9 +16,11 @@ plain tensor of this process is copied at each use, since numpy and others write
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _node, _sequence = torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED = 1 << 18
+OWN = ("_handle", "_meta", "_offset", "_at")
+"""Attributes that a remote tensor has of us."""
 
 
 class RemoteTensor(torch.Tensor):
@@ -301,6 +305,25 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
+class _Running(threading.local):
+    """A place that this thread has asked for: operations whose tensors lie at several places run there."""
+
+    at: tuple[Stream | None] | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running_at(place: Stream | None) -> Iterator[None]:
+    """Have operations on tensors of several places run at ``place``, unless they write elsewhere."""
+    before, _running.at = _running.at, (place,)
+    try:
+        yield
+    finally:
+        _running.at = before
+
+
 def _remember(place: Stream | None) -> None:
     if torch.is_grad_enabled() and _node() is None:
         if len(_ran) >= _REMEMBERED:
@@ -318,6 +341,8 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
             return _ran[node._sequence_nr() + 1]
         except KeyError:
             pass
+    if _running.at is not None:
+        return _running.at[0]
     latest: RemoteTensor | None = None
     for each in tensors:
         if type(each) is RemoteTensor:
