@@ -160,6 +160,10 @@ class RemoteTensor(torch.Tensor):
         self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
 
+    def untyped_storage(self) -> Any:
+        """What tells storages apart (``RemoteStorage``); it has no memory here."""
+        return RemoteStorage(self._handle)
+
     def data_ptr(self) -> int:
         raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
 
@@ -174,6 +178,34 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+
+class RemoteStorage:
+    """In the place of a storage: its size, and a number that no other storage here has where an address would be. Libraries
+    find by these which tensors share memory."""
+
+    device = _CPU
+
+    def __init__(self, handle: Storage) -> None:
+        self._handle = handle
+
+    @property
+    def _cdata(self) -> int:
+        return self._handle.name
+
+    def data_ptr(self) -> int:
+        return self._handle.name
+
+    def nbytes(self) -> int:
+        return self._handle.nbytes
+
+    size = __len__ = nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteStorage) and other._handle is self._handle
+
+    def __hash__(self) -> int:
+        return hash(self._handle.name)
 
 
 class _Home(torch.autograd.Function):
