@@ -110,3 +110,86 @@ def compiles(rank):
 
 def test_functions_that_call_are_compiled_at_several_batch_sizes():
     results(run_group(compiles, timeout=300))
+
+
+def calls(y):
+    return rpc.rpc_sync(THERE, double, (y,))
+
+
+torch.fx.wrap("calls")
+
+
+class Calls(nn.Module):
+    def forward(self, x):
+        return calls(x * 2) + 1
+
+
+class CallsOpenly(nn.Module):
+    def forward(self, x):
+        return rpc.rpc_sync(THERE, double, (x * 2,))
+
+
+class CallsIgnored(nn.Module):
+    @torch.jit.ignore
+    def there(self, x):
+        return calls(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.there(x * 2) + 1
+
+
+def traces(rank):
+    """Symbolic traces and TorchScript: a call is one step of the program, or refused by name; nothing of ours is traced."""
+    if rank == 0:
+        for size in (3, 300_000):
+            x = torch.ones(size)
+            traced = torch.fx.symbolic_trace(Calls())
+            assert torch.equal(traced(x), 4 * x + 1)
+            assert torch.equal(torch.jit.script(CallsIgnored())(x), 4 * x + 1)
+            for function in (
+                calls,
+                lambda x: rpc.rpc_async(THERE, double, (x,)).wait(),
+                lambda x: rpc.remote(THERE, double, (x,)).to_here(),
+            ):
+                with pytest.raises(rpc.NotSupported, match=r"within torch.jit.trace(.|\n)*torch.jit.ignore"):
+                    torch.jit.trace(function, x, check_trace=False)
+        assert [node.op for node in traced.graph.nodes] == ["placeholder", *["call_function"] * 3, "output"]
+        with pytest.raises(TypeError, match=r"in args\[0\], a Proxy\)|args\[0\].*torch.fx.wrap"):
+            torch.fx.symbolic_trace(CallsOpenly())
+        made = torch.fx.experimental.proxy_tensor.make_fx(lambda x: calls(x * 2) + x)(torch.ones(3))
+        names = [str(node.target) for node in made.graph.nodes if node.op == "call_function"]
+        assert names == ["aten.mul.Tensor", "aten.add.Tensor"]
+    rpc.shutdown()
+
+
+def test_traces_have_nothing_of_our_code():
+    results(run_group(traces))
+
+
+def looks_at_everything(frame, event, arg):
+    dict(frame.f_locals)
+    frame.f_trace_opcodes = True
+    return looks_at_everything
+
+
+def watched(rank):
+    """As coverage tools, debuggers and profilers of Python do, in all threads."""
+    threading.settrace(looks_at_everything)
+    sys.settrace(looks_at_everything)
+    try:
+        if rank == 0:
+            for size in (1, 300_000, 300_000, 300_000):
+                x = torch.rand(size)
+                assert torch.equal(rpc.rpc_sync(THERE, double, (x,)), 2 * x)
+                assert torch.equal(rpc.remote(THERE, identity, (x,)).to_here(), x)
+                assert torch.equal(rpc.rpc_sync(THERE, identity, (x,)), x)
+    finally:
+        sys.settrace(None)
+    if rank == 0:
+        profile = cProfile.Profile()
+        assert profile.runcall(calls, torch.ones(2)).sum() == 4
+    rpc.shutdown()
+
+
+def test_calls_under_a_tracer_of_python():
+    results(run_group(watched))
