@@ -175,6 +175,7 @@ def load() -> None:
         return
     _loaded = True
     importlib.import_module("rdmarpc.api")
+    importlib.import_module("rdmarpc.standing_in.scripts").take_over()
     ours: dict[int, Any] = {}
     for name, original in _originals.items():
         ours[id(original)] = _stand_ins[name]
