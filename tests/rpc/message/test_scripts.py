@@ -129,7 +129,7 @@ def targets(rank):
             rref = rpc.remote(THERE, function, (size,))
             assert torch.equal(rref.rpc_sync().forward(), torch.ones(size))
             assert torch.equal(rref.remote().other(torch.ones(size)).to_here(), 2 * torch.ones(size))
-            assert all(torch.equal(module(), torch.ones(size)) for module in (rref.to_here(), *ways(function, size)))
+            assert all(torch.equal(module.forward(), torch.ones(size)) for module in (rref.to_here(), *ways(function, size)))
         assert all(torch.equal(found, torch.ones(3)) for found in ways(Module(3)))
         assert rpc.remote(THERE, Counter, (7,)).rpc_sync().value() == 7
     rpc.shutdown()
