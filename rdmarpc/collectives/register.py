@@ -5,13 +5,14 @@ Where this package is installed torch has the name already (``autoload``), else 
 program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
 compiler, which many programs never import.
 
-The groups of torch are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace their methods, and end with
-an internal error at the first attribute of a group. What it makes of a call to a group stays as it is: a graph, or a break
-between two.
+Torch's groups and its RPC are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace what a call does, and
+end with an error at the first batch of another size, or at the first attribute of a group. So all our files are on its list of
+what it leaves alone. What it makes of a call to a group stays as it is: a graph, or a break between two.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -21,13 +22,16 @@ from ..ground.imports import AfterImport
 
 NAME = "rdmarpc"
 _GROUPS, _RULES = "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules"
-_UNTRACED = ("rdmarpc.collectives", "rdmarpc.ranks", "rdmarpc.transport")
+_ROOT = __name__.partition(".")[0]
+_TRACED = "experiments"
+"""These are programs, which may want to be compiled."""
 _told: set[str] = set()
 
 
 def register() -> None:
     """Once a process; a second time does nothing."""
     _tell(_GROUPS, _add_backend)
+    _tell(_RULES, _leave_out)
 
 
 def _tell(name: str, tell: Callable[[ModuleType], None]) -> None:
@@ -53,8 +57,9 @@ def _add_backend(groups: ModuleType) -> None:
 
 
 def _leave_out(rules: ModuleType) -> None:
-    for package in _UNTRACED:
-        rules.add(package)
+    inside = {module.name for module in pkgutil.iter_modules(sys.modules[_ROOT].__path__)}
+    for name in {*inside, "graph", "transport"} - {_TRACED}:
+        rules.add(f"{_ROOT}.{name}")
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
@@ -66,6 +71,5 @@ def create(options: Any, backend_options: Any = None) -> Any:
     if backend_options is not None and not isinstance(backend_options, RpcBackendOptions):
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
     by_name.replace()
-    _tell(_RULES, _leave_out)
     ranks = options.global_ranks_in_group or range(options.group_size)  # torch names none for the group of all
     return ProcessGroup(options.store, options.group_rank, ranks, options.timeout, backend_options)

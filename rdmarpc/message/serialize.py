@@ -90,7 +90,7 @@ class Message:
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         if isinstance(value, type):
-            return reducers.other_name(value) or NotImplemented
+            return reducers.reduce_class(value)
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
