@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,15 @@ class ProcessGroup(Pairwise):
     """See ``Collectives`` for what it is made of."""
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: RpcBackendOptions | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        options: RpcBackendOptions | None = None,
+        job: Any = None,
     ) -> None:
-        super().__init__(store, rank, ranks, timeout, options)
+        super().__init__(store, rank, ranks, timeout, options, job)
         _groups.add(self)
 
     def getBackendName(self) -> str:

@@ -62,15 +62,21 @@ class Collectives(_Group):
     """The collectives. Thread-safe: calls of several threads run in the order in which they come here."""
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: RpcBackendOptions | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        options: RpcBackendOptions | None = None,
+        job: Any = None,
     ) -> None:
         """``ranks``: what torch calls the members, ``rank``: the place of this one among them. ``options``: how the device of
-        this process is opened, if no group has opened it yet."""
+        this process is opened, if no group has opened it yet. ``job``: the group whose ranks these are, if it is another."""
         super().__init__(rank, len(ranks))
         self.store, self.me, self.members_count = store, rank, len(ranks)
         self._called = ranks[rank]
         limit = timeouts.above_zero(timeout.total_seconds(), OF_GROUP)
-        self.members = Ranks(store, rank, ranks, limit, options)
+        self.members = Ranks(store, rank, ranks, limit, options, job)
         self.engine = Engine(self.members, limit)
         self.pairs = Pairs(self.members, limit)
         self.queue = Queue(f"rdmarpc-group-{rank}")

@@ -67,5 +67,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
     by_name.replace()
     _tell(_RULES, _leave_out)
-    ranks = options.global_ranks_in_group or range(options.group_size)  # torch names none for the group of all
-    return ProcessGroup(options.store, options.group_rank, ranks, options.timeout, backend_options)
+    named = options.global_ranks_in_group  # none of the group of all, and of groups over stores of their own
+    job = sys.modules[_GROUPS].GroupMember.WORLD if named else None
+    return ProcessGroup(
+        options.store, options.group_rank, named or range(options.group_size), options.timeout, backend_options, job
+    )
