@@ -335,7 +335,7 @@ class Collectives(_Group):
         output, input = _one(output), _one(input)
         if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
             how = sum_of(opts.reduceOp, output.dtype)
-            if how.code >= 0:
+            if how.code >= 0 and how.factor is None:
                 run = calls.scatter_sum(output, input, how, _limit(opts))
                 written.from_to("_reduce_scatter_base_", (input,), (output,))
                 return _at_once(self, "reduce_scatter", run, [output], opts)
