@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
-from . import ring
+from . import observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
 from .operators import Operator, aten, operator
@@ -426,7 +426,10 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
 
 def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return op.func(*args, **kwargs)
+    out = op.func(*args, **kwargs)
+    if observing.observer is not None:
+        observing.observer.operation(op, args, kwargs, out, None)
+    return out
 
 
 def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -469,6 +472,8 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
             words[1] = known.number
             place.post(words)
             out = _results(place, known, base, args, kwargs)
+    if observing.observer is not None:
+        observing.observer.operation(op, args, kwargs, out, place)
     if op.written:
         for each in op.operands_written(args, kwargs):
             each._handle.copies = None
@@ -685,7 +690,7 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     with torch.no_grad():
         home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
-        out = op.func(*home_args, **home_kwargs)
+        out = _here(op, home_args, home_kwargs)
         if written:
             for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
                 if original is not filled:
