@@ -305,6 +305,11 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
+_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad
+"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors only:
+it ran here."""
+
+
 class _Running(threading.local):
     """A place that this thread has asked for: operations whose tensors lie at several places run there."""
 
@@ -325,11 +330,11 @@ def running_at(place: Stream | None) -> Iterator[None]:
 
 
 def _remember(place: Stream | None) -> None:
-    if torch.is_grad_enabled() and _node() is None:
+    if torch.is_grad_enabled():
         if len(_ran) >= _REMEMBERED:
             for old in list(_ran)[: _REMEMBERED // 2]:
                 _ran.pop(old, None)
-        _ran[_sequence()] = place
+        _ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
 
 
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
@@ -340,7 +345,8 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
         try:
             return _ran[node._sequence_nr() + 1]
         except KeyError:
-            pass
+            if not isinstance(node, _OF_SEVERAL):
+                return None
     if _running.at is not None:
         return _running.at[0]
     latest: RemoteTensor | None = None
