@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fragments.cut import crossings, varying
-from ..fragments.flow import GRADIENT, Flow
+from ..fragments.flow import ACTIVATION, Flow
 from ..fragments.records import BACKWARD, Move, Operation, Recorded
 from .drawing import draw
 from .records import Crossing, WorkerRecord
@@ -152,7 +152,8 @@ def described(recorded: Sequence[Recorded], parameter_bytes: Mapping[str, int]) 
             row = key, move.operand.shape, move.operand.dtype, move.nbytes, static, move.phase == BACKWARD
             found.setdefault(row, []).append((order[id(move)], move, static))
     rows = sorted(found.items(), key=lambda each: each[1][0][0])
-    shown = [_crossing(number, flow, key[0], same, again) for number, (key, same) in enumerate(rows, 1)]
+    called: dict[int, str] = {}
+    shown = [_crossing(number, flow, key[0], same, again, called) for number, (key, same) in enumerate(rows, 1)]
     parts: dict[str, dict[str, None]] = {}
     for event in step.events:
         if isinstance(event, Operation) and event.path and event.phase != BACKWARD:
@@ -162,19 +163,19 @@ def described(recorded: Sequence[Recorded], parameter_bytes: Mapping[str, int]) 
 
 
 def _crossing(
-    number: int, flow: Flow, key: tuple[str, ...], same: list[tuple[int, Move, bool]], again: set[int]
+    number: int, flow: Flow, key: tuple[str, ...], same: list[tuple[int, Move, bool]], again: set[int], called: dict[int, str]
 ) -> Crossing:
+    """``called``: what values without a name are called, by storage."""
     source, target, kind, name, maker = key
     _, move, static = same[0]
+    operand, origin = move.operand, flow.origin(move.operand.storage)
     uses = [str(event) for event in flow.uses(move) if isinstance(event, Operation)]
     first, last = (uses[0], uses[-1]) if uses else ("", "")
-    if not name:
-        name = maker if kind != GRADIENT and maker else f"for {first}" if first else "value"
-    operand = move.operand
+    name = name or called.setdefault(origin, maker if maker and kind == ACTIVATION else f"for {first}" if first else kind)
     repeated = sum(event in again for event, _, _ in same)
     return Crossing(
         number, name, kind, source, target, operand.shape, operand.dtype, move.nbytes, static, len(same), repeated,
-        maker or f"{kind} {name}", first, last,
+        maker or kind, first, last,
     )  # fmt: skip
 
 

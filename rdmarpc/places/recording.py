@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -46,11 +48,13 @@ class Recorder:
     def __init__(self, net: nn.Module | None = None, inputs: dict[str, torch.Tensor] | None = None) -> None:
         self._thread, self._here = threading.get_ident(), _agent.current().name
         self._events: list[Event] = []
+        self._kept: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, str] = {}
         self._called: dict[int, str] = {}
         """What storages are called: parameters by path, inputs by name, results of modules by that module's path."""
-        self._made: set[int] = set()
+        self._made: dict[int, str] = {}
+        """The phase in which storages were made."""
         self._local: dict[int, tuple[StorageWeakRef, int]] = {}
         self._nodes: dict[int, Ran] = {}
         """By the number of their node in autograd's graph, and one."""
@@ -89,11 +93,18 @@ class Recorder:
         """What was recorded so far."""
         return Recorded(self._here, tuple(self._events), self._sizes, self._kinds)
 
+    def parameter_bytes(self) -> dict[str, int]:
+        """Of the modules that were met, by place."""
+        return dict(self._kept)
+
     # -- where the program is
 
     def _know(self, net: nn.Module) -> None:
         for path, module in net.named_modules():
             self._paths.setdefault(module, path)
+        for parameter in net.parameters():
+            if self._storage(parameter) not in self._kinds:
+                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += parameter.nbytes
         for name, tensor in (*net.named_parameters(), *net.named_buffers()):
             self._called[storage := self._storage(tensor)] = name
             self._kinds[storage] = PARAMETER
@@ -162,8 +173,11 @@ class Recorder:
         for tensor, operand in zip(tensors, operands):
             self._meet(tensor, operand.storage)
         results = tuple(self._operand(each) for each in tree_leaves(out) if isinstance(each, torch.Tensor))
-        self._made.update(result.storage for result in results)
+        if not operands and not results:
+            return  # it has to do with profilers, as a rule
         path, phase = self._path(), self._now()
+        for result in results:
+            self._made.setdefault(result.storage, phase)
         event = Operation(self._here if place is None else repr(place), op.name, operands, positions, results, phase, path)
         self._events.append(event)
         if phase == FORWARD and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -192,16 +206,21 @@ class Recorder:
     def _moved(self, source: str, target: str, operand: Operand, made: int, itemsize: int, maker: str = "") -> None:
         if threading.get_ident() != self._thread or len(self._events) >= _MOST:
             return
-        phase, node = self._now(), _node()
-        name = self._called.get(operand.storage, "")
+        phase, storage = self._now(), operand.storage
+        name = self._called.get(storage, "")
+        if not name and (self._made.get(storage) == BACKWARD or self._kinds.get(storage) == GRADIENT):
+            name = self._called[storage] = self._gradient_of()
+        self._made[made] = self._made.get(storage, "")
+        self._events.append(Move(source, target, operand, made, _span(operand) * itemsize, phase, name, maker))
+
+    def _gradient_of(self) -> str:
+        """What the result of the forward is called whose backward runs: a gradient that it takes is that one's."""
+        node = _node()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._called.get(self._storage(variable), "")
         known = None if node is None else self._nodes.get(node._sequence_nr() + 1)
-        if not name and node is not None:
-            variable = getattr(node, "variable", None)
-            name = known.name if known is not None else ""
-            name = name if variable is None else self._called.get(self._storage(variable), "")
-        nbytes = _span(operand) * itemsize
-        self._made.add(made)
-        self._events.append(Move(source, target, operand, made, nbytes, phase, name, maker))
+        return "" if known is None else known.name
 
     def _meet(self, tensor: torch.Tensor, storage: int) -> None:
         """A tensor is read; what is it, if nobody has recorded how it was made?"""
@@ -297,11 +316,13 @@ class Recording:
         return Flow(self.recorded)
 
     def transfers(self) -> Transfers:
-        """What crosses in the last step. The steps before it say what varies. ``RuntimeError`` if nothing was recorded."""
+        """What crosses in the last whole step. Whole ones before it say what varies. ``RuntimeError`` if nothing was recorded."""
         found = self.steps()
         if not found:
             raise RuntimeError("nothing was posted while the recording was on")
-        return described(found, {})
+        phases = [{event.phase for event in step.events} for step in found]
+        whole = max(phases, key=len)
+        return described([step for step, had in zip(found, phases) if had == whole], self._recorder.parameter_bytes())
 
     def placement_table(self) -> str:
         """A line for each tensor that crosses in the last step, and their sum."""
@@ -322,6 +343,19 @@ def recording() -> Iterator[Recording]:
         recorder.end()
 
 
+def _inputs(net: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a model is given, by the names of its forward's parameters."""
+    try:
+        given: dict[str, Any] = dict(inspect.signature(net.forward).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        given = {"input": (args, kwargs)}
+    found = {}
+    for name, value in given.items():
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        found.update({name if len(leaves) == 1 else f"{name}.{at}": leaf for at, leaf in enumerate(leaves)})
+    return found
+
+
 class FirstSteps:
     """The first ``_TIMES`` steps of a wrapped model with each form of inputs, of the first ``_FORMS`` forms, recorded. A step goes
     from one call of the model to the next."""
@@ -340,8 +374,9 @@ class FirstSteps:
             if self._current._thread != threading.get_ident():
                 return
             self._end()
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        form = torch.is_grad_enabled(), *[(leaf.shape, leaf.dtype) for leaf in leaves]
+        net = self._net()
+        inputs = {} if net is None else _inputs(net, args, kwargs)
+        form = torch.is_grad_enabled(), *[(leaf.shape, leaf.dtype) for leaf in inputs.values()]
         found = self._found.pop(form, None)
         if found is None:
             if len(self._found) == _FORMS:
@@ -349,8 +384,7 @@ class FirstSteps:
             found = []
         self._found[form] = found  # the last used is the last
         if len(found) < _TIMES:
-            names = {f"input {at}": leaf for at, leaf in enumerate(leaves, 1)} if len(leaves) > 1 else {"input": l for l in leaves}
-            recorder = Recorder(self._net(), names)
+            recorder = Recorder(net, inputs)
             if recorder.start():
                 found.append(recorder)
                 self._current = recorder
@@ -373,9 +407,5 @@ class FirstSteps:
     def transfers(self) -> list[Transfers]:
         """One entry for each form of inputs, the last used one last. Ends the step that is being recorded."""
         self._end()
-        net = self._net()
-        kept: dict[str, int] = {}
-        for tensor in () if net is None else net.parameters():
-            where = repr(tensor._handle.stream) if isinstance(tensor, RemoteTensor) else _agent.current().name
-            kept[where] = kept.get(where, 0) + tensor.nbytes
-        return [described([each.recorded() for each in found], kept) for found in self._found.values() if found]
+        found = [each for each in self._found.values() if each]
+        return [described([each.recorded() for each in same], same[-1].parameter_bytes()) for same in found]
