@@ -88,8 +88,8 @@ def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
 class Runner:
     """One stream. ``start`` begins its thread; ``stop`` may be called by any thread."""
 
-    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device, threads: int) -> None:
-        self.channel, self.channels, self.device, self.threads = channel, channels, device, threads
+    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device) -> None:
+        self.channel, self.channels, self.device = channel, channels, device
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
@@ -161,7 +161,6 @@ class Runner:
     # -- the thread
 
     def _serve(self) -> None:
-        torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
@@ -377,7 +376,7 @@ class Runner:
         self.void = None
 
     def _state(self, words: list[int], at: int) -> None:
-        apply_state(load(words, at))
+        set_flags(load(words, at))
 
     # -- tensors that come and go
 
@@ -546,8 +545,21 @@ def write_strided(
     channel.memcpy(remote[shift : shift + flat.numel()], registered(channel, flat)).wait()
 
 
-def apply_state(told: dict[str, Any]) -> None:
-    """Flags of torch that change what operators compute."""
-    torch.use_deterministic_algorithms(told["deterministic"], warn_only=told["warn_only"])
-    torch.backends.mkldnn.set_flags(told["mkldnn"]) if hasattr(torch.backends.mkldnn, "set_flags") else None
-    torch.set_flush_denormal(told["flush_denormal"])
+def flags() -> tuple[Any, ...]:
+    """Flags of torch, and of this thread, that change what operators compute."""
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0)
+
+
+def set_flags(told: tuple[Any, ...]) -> None:
+    """Set them, in the thread that runs operations."""
+    deterministic, warns, mkldnn, precision, threads, flushes = told
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(flushes)
+
+
+_deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
+_mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
+_TINY, _ONE = 5e-324, 1.0
