@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..calls import agent as _agent
-from ..ground import forked
+from ..ground import forked, here
 from ..ground.worker_info import WorkerInfo
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from . import observing, ring, runners
@@ -142,6 +142,7 @@ class Stream:
         self.counts = {"operations": 0, "questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
         self._metas: set[int] = set()
         self._questions = 0
+        self._waits = False
         self._regions: dict[Stream | None, list[Region]] = {}
         self._state: Any = None
         channel = self.channel = agent.channel(worker.name)
@@ -161,6 +162,13 @@ class Stream:
 
     def _manage(self, function: Any, *args: Any) -> Any:
         return self.agent.call(self.info, function, (self.key, *args), {}, self.timeout, control=True)
+
+    def explain(self) -> str:
+        """What is under way, for people."""
+        left = self._ring.written - self._ring.done
+        asked = f", a thread waits for answer {self._questions}" if self._waits else ""
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        return f"stream to {self}: {counts}; {left} words not known to be run{asked}"
 
     # -- posting
 
@@ -226,10 +234,15 @@ class Stream:
         raise error
 
     def _answer(self, number: int) -> tuple[str, Any]:
+        begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
         while True:
             self._await_answer()
             if _WORD.unpack_from(self._reply, 0)[0] == number:
                 break  # an earlier one is that of a question whose wait was interrupted
+        self._waits = False
+        if observing.line is not None and begin:
+            about = {"question": number}
+            observing.line.span(observing.line.track(), f"wait for {self}", "model", begin, time.monotonic_ns(), about)
         kind, value = loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))
         return (kind, value) if kind != "large" else loads(self._manage(runners.take_large, number))
 
@@ -414,6 +427,13 @@ def close_streams() -> None:
             _log.warning("an operation at worker %s failed, and nothing asked for its result: %s", stream.worker, error)
         stream.close()
     _streams.clear()
+
+
+def _explain() -> list[str]:
+    return [stream.explain() for stream in streams()]
+
+
+here.explained.append(_explain)
 
 
 def _forget() -> None:
