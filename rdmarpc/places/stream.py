@@ -36,6 +36,8 @@ _HEAD = 64
 _BLOCK = 1 << 20
 _WORD = struct.Struct("<q")
 _names = itertools.count(1)
+_numbers = itertools.count(1)
+"""Of regions, for all streams: a worker knows regions of several others by their numbers."""
 
 
 def new_names(count: int = 1) -> int:
@@ -329,7 +331,7 @@ class Stream:
             regions.append(self._new_region(source, max(nbytes, _REGION_BYTES, *(2 * r.nbytes for r in regions), 0)))
 
     def _new_region(self, source: Stream | None, nbytes: int) -> Region:
-        number = next(self.numbers)
+        number = next(_numbers)
         descriptor, notify = self._manage(runners.new_region, number, source.worker if source else "", nbytes)
         if source is None:
             return Region(number, nbytes, Landing(self.channel, RemoteRegion.load(descriptor), None))
