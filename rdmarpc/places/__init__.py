@@ -1,5 +1,6 @@
 """Tensors that lie at workers: a command stream to each, and PyTorch above it."""
 
+from . import carried as _carried  # noqa: F401  (tensors as arguments of calls)
 from .devices import device
 from .wrap import WrappedModel, bring_home, wrap
 from .recording import Recording, recording
