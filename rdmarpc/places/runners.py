@@ -8,6 +8,7 @@ import torch
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
+from ..ground import here
 from ..transport import NotSupported, RdmaError
 from .worker import Runner
 
@@ -52,6 +53,14 @@ def reach_region(key: str, number: int, target: str, descriptor: bytes, notify: 
 def take_large(key: str, question: int) -> bytes:
     """An answer that was too large for its place."""
     return running(key).large.pop(question)
+
+
+def _explain() -> list[str]:
+    agent = here.found()
+    return [runner.explain() for runner in list(_running.get(agent, {}).values()) if not runner.stopped] if agent else []
+
+
+here.explained.append(_explain)
 
 
 def counters_here() -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..calls import agent as _agent
-from ..ground import forked
+from ..ground import forked, here
 from ..ground.worker_info import WorkerInfo
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from . import observing, ring, runners
@@ -43,6 +43,8 @@ _HEAD = 64
 _WORD = struct.Struct("<q")
 names = itertools.count(1)
 """Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
+_numbers = itertools.count(1)
+"""Of regions, for all streams: a worker knows regions of several others by their numbers."""
 
 
 def _is_torchs(code: CodeType) -> bool:
@@ -159,6 +161,7 @@ class Stream:
         self._counts = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
         self._metas: set[int] = set()
         self._questions = 0
+        self._waits = False
         self._regions: dict[Stream | None, list[Region]] = {}
         self.state: tuple[Any, ...] = ()
         """The flags under which the worker runs operations (``flags``)."""
@@ -189,6 +192,13 @@ class Stream:
 
     def _manage(self, function: Any, *args: Any) -> Any:
         return self.agent.call(self.info, function, (self.key, *args), {}, self.timeout, control=True)
+
+    def explain(self) -> str:
+        """What is under way, for people."""
+        left = self._ring.written - self._ring.done
+        asked = f", a thread waits for answer {self._questions}" if self._waits else ""
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        return f"stream to {self}: {counts}; {left} words not known to be run{asked}"
 
     # -- posting
 
@@ -269,10 +279,15 @@ class Stream:
         raise self._reset_all(error, position) if kind == "late" else error
 
     def _answer(self, number: int) -> tuple[str, Any]:
+        begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
         while True:
             self._await_answer()
             if _WORD.unpack_from(self._reply, 0)[0] == number:
                 break  # an earlier one is that of a question whose wait was interrupted
+        self._waits = False
+        if observing.line is not None and begin:
+            about = {"question": number}
+            observing.line.span(observing.line.track(), f"wait for {self}", "model", begin, time.monotonic_ns(), about)
         kind, value = loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))
         return (kind, value) if kind != "large" else loads(self._manage(runners.take_large, number))
 
@@ -361,7 +376,7 @@ class Stream:
             regions.append(self._new_region(source, max(nbytes, _REGION_BYTES, *(2 * r.nbytes for r in regions), 0)))
 
     def _new_region(self, source: Stream | None, nbytes: int) -> Region:
-        number = next(self.numbers)
+        number = next(_numbers)
         descriptor, notify = self._manage(runners.new_region, number, source.worker if source else "", nbytes)
         if source is None:
             return Region(number, nbytes, Landing(self.channel, RemoteRegion.load(descriptor), None))
@@ -459,6 +474,13 @@ def close_streams() -> None:
             _log.warning("an operation at worker %s failed, and nothing asked for its result: %s", stream.worker, error)
         stream.close()
     _streams.clear()
+
+
+def _explain() -> list[str]:
+    return [stream.explain() for stream in streams()]
+
+
+here.explained.append(_explain)
 
 
 def _forget() -> None:
