@@ -121,7 +121,7 @@ def bits(tensor: torch.Tensor) -> Any:
         return bits(tensor.crow_indices()), bits(tensor.col_indices()), bits(tensor.values())
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return bits(tensor.ccol_indices()), bits(tensor.row_indices()), bits(tensor.values())
-    flat = bare(tensor).contiguous().reshape(-1)
+    flat = bare(tensor).clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
