@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from ..transport import Channel, PeerLost, RdmaError, RemoteRegion, kernels
+from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
 from .plain import decode, dump_error, load
@@ -82,7 +82,10 @@ class Signature:
 def _overload(name: str) -> Any:
     space, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+    try:
+        return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+    except AttributeError:
+        raise NotSupported(f"this worker has no operator {name}", hint="import what registers it in the worker's program") from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -205,10 +208,15 @@ class Runner:
                     self.stopped = True
                     break
                 self._at = at
-                if line is None:
-                    self._run[head & 255](words, at + 1)
-                else:
-                    self._run_noted(*line, words, at)
+                try:
+                    if line is None:
+                        self._run[head & 255](words, at + 1)
+                    else:
+                        self._run_noted(*line, words, at)
+                except RdmaError:
+                    raise
+                except BaseException as error:  # no memory for what has come, say: what it was to be is void
+                    self._fail(error)
                 at += head >> 8
             if reader.read - self._told > ring.RING_WORDS // 8 or time.monotonic() - self._told_at > ring.TOLD_S:
                 self._tell()
@@ -495,6 +503,9 @@ class Runner:
         except RdmaError as error:
             if self.void is None:
                 self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            landing.write(offset, shift, None)
 
     def _fetch(self, words: list[int], at: int) -> None:
         name, view_at, meta, question, shift, length = words[at : at + 6]
@@ -584,6 +595,8 @@ def write_strided(
     which ``remote`` begins at ``offset``, if it is mapped already."""
     if not tensor.numel():
         return
+    if 0 in tensor.stride():  # elements that are one are written once
+        tensor = tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride())
     if mapped is None:
         mapped, offset = channel.map(remote), 0
     if mapped is not None:
