@@ -31,6 +31,10 @@ class Verdict(NamedTuple):
     detail: str = ""
 
 
+Leaves = list[tuple[str, Any]]
+"""A value's parts that can be compared, with names."""
+
+
 class Bits(NamedTuple):
     """A tensor as it was when it was noted."""
 
@@ -40,9 +44,9 @@ class Bits(NamedTuple):
 
 @dataclasses.dataclass
 class Outcome:
-    seen: list[tuple[str, Any]]
-    """What the program kept, flat, in order."""
-    state: list[tuple[str, Any]]
+    seen: list[tuple[str, Leaves]]
+    """What the program kept, in order."""
+    state: list[tuple[str, Leaves]]
     """Of its models and of the generators here, at the end."""
     error: Exception | None
 
@@ -59,7 +63,7 @@ def judged(program: Program, place: Place) -> Verdict:
 
 def outcome(program: Program, place: Place) -> Outcome:
     _reset()
-    seen: list[tuple[str, Any]] = []
+    seen: list[tuple[str, Leaves]] = []
     nets: list[nn.Module] = []
 
     def placed(net: nn.Module, placement: Any = None) -> nn.Module:
@@ -68,9 +72,9 @@ def outcome(program: Program, place: Place) -> Outcome:
         return net
 
     def keep(name: str, value: Any) -> None:
-        seen.extend(leaves(name, value))
+        seen.append((name, list(leaves(name, value))))
 
-    state: list[tuple[str, Any]] = []
+    state: list[tuple[str, Leaves]] = []
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,13 +82,12 @@ def outcome(program: Program, place: Place) -> Outcome:
             program(placed, keep)
         except Exception as raised:
             error = raised
-        generators = [("torch's generator", torch.get_rng_state()), ("random's generator", random.getstate())]
         try:
             for net in nets:
-                state.extend(leaves("state", net))
+                state.append(("state", list(leaves("state", net))))
         except Exception as raised:
             error = error or raised
-        state.extend(leaf for name, value in generators for leaf in leaves(name, value))
+        state.append(("generators", list(leaves("generators", [torch.get_rng_state(), random.getstate()]))))
         while nets:
             if callable(close := getattr(nets.pop(), "close", None)):
                 close()
@@ -105,7 +108,7 @@ def _reset() -> None:
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What can be compared, with names. Tensors are copied now."""
+    """Tensors are copied now."""
     if isinstance(value, torch.Tensor):
         yield from _tensor(name, value)
     elif isinstance(value, nn.Module):
@@ -153,24 +156,29 @@ def said(value: Any) -> str:
 
 
 def compared(one: Outcome, other: Outcome) -> Verdict:
-    failed = other.error if one.error is None or other.error is not None else None
-    if refusal := next((e for e in [other.error, *(value for _, value in other.seen)] if _refuses(e)), None):
-        return Verdict("refused", said(refusal))
-    if one.error is not None and other.error is None:
-        return Verdict("WRONG", f"no {type(one.error).__name__}: {said(one.error)}")
-    if one.error is None and failed is not None:
-        return Verdict("other error", _told(failed))
+    if _refuses(other.error):
+        return Verdict("refused", said(other.error))
     late = one.error is not None and len(one.seen) != len(other.seen)
-    found = _worst(one.seen[: len(other.seen)] if late else one.seen, other.seen[: len(one.seen)] if late else other.seen)
-    if found.kind != "equal" or one.error is None or other.error is None:
-        return found if found.kind != "equal" else _worst(one.state, other.state)
-    same_type, text = type(one.error) is type(other.error), said(one.error)
-    if late or not same_type:
+    length = min(len(one.seen), len(other.seen)) if late or other.error is not None else len(one.seen)
+    found = _worst(one.seen[:length], other.seen[:length] if late else other.seen)
+    if one.error is None and other.error is None:
+        return max(found, _worst(one.state, other.state), key=_rank) if found.kind != "refused" else found
+    if found.kind == "WRONG":
+        return found
+    if one.error is None or other.error is None:
+        said_so = _told(other.error) if other.error is not None else f"nothing, not {_told(one.error)}"
+        return Verdict("other error" if other.error is not None else "WRONG", said_so)
+    text = said(one.error)
+    if late or type(one.error) is not type(other.error):
         return Verdict("late error" if text in said(other.error) else "other error", _told(other.error))
     if text != said(other.error):
         return Verdict("other text", f"{said(other.error)} | {text}")
-    found = _worst(one.state, other.state)
+    found = max(found, _worst(one.state, other.state), key=_rank)
     return Verdict("same error", text) if found.kind == "equal" else found
+
+
+def _rank(verdict: Verdict) -> int:
+    return KINDS.index(verdict.kind)
 
 
 def _refuses(value: Any) -> bool:
@@ -188,20 +196,40 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {said(error)}{where}"
 
 
-def _worst(one: list[tuple[str, Any]], other: list[tuple[str, Any]]) -> Verdict:
+def _worst(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Verdict:
+    """Up to a refusal whose name says that later values depend on it."""
     worst = Verdict("equal")
     for n, ((name, a), (other_name, b)) in enumerate(zip(one, other)):
-        found = _same(a, b) if name == other_name else Verdict("WRONG", f"is {other_name}")
-        if found.kind in ("WRONG", "other error"):
-            return Verdict(found.kind, f"{n}: {name}: {found.detail}")
-        if KINDS.index(found.kind) > KINDS.index(worst.kind):
-            worst = Verdict(found.kind, f"{n}: {name}: {found.detail}")
+        if name != other_name:
+            return Verdict("WRONG", f"{n}: {other_name} is kept, not {name}")
+        found = _group(a, b)
+        if _rank(found) > _rank(worst):
+            worst = Verdict(found.kind, f"{n}: {found.detail}")
+        if found.kind == "refused" and name.startswith("write"):
+            return worst
     if len(one) != len(other):
-        return Verdict("WRONG", f"{len(other)} values, not {len(one)}")
+        return Verdict("WRONG", f"{len(other)} values are kept, not {len(one)}")
+    return worst
+
+
+def _group(one: Leaves, other: Leaves) -> Verdict:
+    if len(other) == 1 and isinstance(error := other[0][1], Exception) and not isinstance(one[0][1], Exception):
+        return Verdict("refused" if _refuses(error) else "other error", f"{other[0][0]}: {_told(error)}")
+    worst = Verdict("equal")
+    for (name, a), (other_name, b) in zip(one, other):
+        if name != other_name:  # an error in the place of several values, say
+            return max(worst, _same(None, b), Verdict("other error", f"{other_name}, not {name}"), key=_rank)
+        found = _same(a, b)
+        if _rank(found) > _rank(worst):
+            worst = Verdict(found.kind, f"{name}: {found.detail}")
+    if len(one) != len(other):
+        return max(worst, Verdict("WRONG", f"{len(other)} parts, not {len(one)}"), key=_rank)
     return worst
 
 
 def _same(a: Any, b: Any) -> Verdict:
+    if _refuses(b):
+        return Verdict("refused", said(b))
     if isinstance(a, Exception) and isinstance(b, Exception):
         if type(a) is not type(b):
             return Verdict("other error", _told(b))

@@ -74,6 +74,7 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 
 def attempt(keep: Any, name: str, function: Callable[[], Any]) -> None:
+    """An error is noted as any value. Names that begin with "write" say that later values depend on it (``judge.compared``)."""
     try:
         keep(name, function())
     except Exception as error:
@@ -151,12 +152,12 @@ def data_swaps(place, keep):
     a, b, c = at(place, numbers(3, 3).requires_grad_(), numbers(3, 3, seed=2), numbers(2))
     plain = numbers(3, 3, seed=3)
     for name, write in {
-        "remote to remote": lambda: setattr(a, "data", b),
-        "plain to remote": lambda: setattr(a, "data", plain * 2),
-        "other shape": lambda: setattr(c, "data", numbers(4)),
-        "remote to plain": lambda: setattr(plain, "data", b),
-        "set_": lambda: b.set_(numbers(3, 3, seed=5)) is b,
-        "set_ storage": lambda: plain.set_(b.untyped_storage()) is plain,
+        "write remote": lambda: setattr(a, "data", b),
+        "write plain": lambda: setattr(a, "data", plain * 2),
+        "write shape": lambda: setattr(c, "data", numbers(4)),
+        "write remote to plain": lambda: setattr(plain, "data", b),
+        "write set_": lambda: b.set_(numbers(3, 3, seed=5)) is b,
+        "write storage": lambda: plain.set_(b.untyped_storage()) is plain,
     }.items():
         attempt(keep, name, write)
         keep(name, [a, b, c, plain])
@@ -170,7 +171,7 @@ def swapped_tensors(place, keep):
     new = nn.Parameter(torch.ones(8, 4))
     optimizer = torch.optim.Adam(net.parameters())
     train(net, keep, 1, optimizer)
-    attempt(keep, "swap", lambda: torch.utils.swap_tensors(net[0].weight, new))
+    attempt(keep, "write swap", lambda: torch.utils.swap_tensors(net[0].weight, new))
     train(net, keep, 2, optimizer)
     keep("new", new)
 
@@ -235,7 +236,7 @@ def copies(place, keep):
     keep("2", [a, b, plain])
     plain += a.int()
     attempt(keep, "into plain", lambda: torch.zeros(3, 4).add_(a).mul_(b.float()))
-    attempt(keep, "overlap", lambda: a[0, 1:].copy_(a[0, :-1]))
+    attempt(keep, "write overlap", lambda: a[0, 1:].copy_(a[0, :-1]))
     attempt(keep, "too small", lambda: a[:, :2].copy_(b))
 
 
@@ -353,7 +354,7 @@ def gradients_by_hand(place, keep):
         "none": None,
         "view": torch.ones(4, 8).t(),
     }.items():
-        attempt(keep, name, lambda: setattr(w, "grad", value))
+        attempt(keep, f"write {name}", lambda: setattr(w, "grad", value))
         train(net, keep, 1)
         keep(name, w.grad)
     attempt(keep, "shape", lambda: setattr(w, "grad", torch.ones(3)))
@@ -500,7 +501,7 @@ def constants(place, keep):
         np.float64(2),
     ):
         attempt(keep, f"{c!r}", lambda: [a * c, b * c, a + c, b + c, b.clone().fill_(c), torch.where(b > 0, b, c)])
-        attempt(keep, f"division {c!r}", lambda: [a / c, b / c, b // c, c - b, torch.full_like(b, c), b == c, b.clamp(min=c)])
+        attempt(keep, f"division {c!r}", lambda: [a / c, b / c, b // c, -b + c, torch.full_like(b, c), b == c, b.clamp(min=c)])
 
 
 @probe
@@ -649,9 +650,9 @@ def sorting(place, keep):
     keep(
         "a",
         [
-            a.sort(stable=True),
-            a.sort(descending=True, stable=True),
-            a.argsort(stable=True),
+            a.sort(dim=0, stable=True),
+            a.sort(dim=0, descending=True, stable=True),
+            a.argsort(dim=0, stable=True),
             a.topk(3),
             a.median(),
             a.max(0),
@@ -661,7 +662,7 @@ def sorting(place, keep):
     keep(
         "b",
         [
-            b.sort(1, stable=True),
+            b.sort(dim=1, stable=True),
             b.mode(1),
             b.kthvalue(2, 1),
             b.argmax(1),
@@ -676,12 +677,12 @@ def sorting(place, keep):
 def out_arguments(place, keep):
     a, b = at(place, numbers(3, 3), numbers(3, 3, seed=2))
     c, d = torch.empty(3, 3), torch.empty(0)
-    attempt(keep, "plain", lambda: torch.add(a, b, out=c))
-    attempt(keep, "remote", lambda: torch.mul(a, torch.ones(3, 3), out=b))
-    attempt(keep, "slice", lambda: torch.sub(a, 1, out=b[:, :]))
-    attempt(keep, "resized", lambda: torch.mm(a, b, out=d))
+    attempt(keep, "write plain", lambda: torch.add(a, b, out=c))
+    attempt(keep, "write remote", lambda: torch.mul(a, torch.ones(3, 3), out=b))
+    attempt(keep, "write slice", lambda: torch.sub(a, 1, out=b[:, :]))
+    attempt(keep, "write resized", lambda: torch.mm(a, b, out=d))
     attempt(keep, "several", lambda: torch.max(a, 1, out=(a.new_empty(3), b.new_empty(3, dtype=torch.long))))
-    attempt(keep, "alias", lambda: torch.exp(a, out=a))
+    attempt(keep, "write alias", lambda: torch.exp(a, out=a))
     keep("all", [a, b, c, d])
 
 
@@ -756,7 +757,7 @@ def complex_views(place, keep):
     a.imag.zero_(), a.real.add_(b), torch.view_as_real(a)[..., 1].fill_(2)
     keep("after", [a, c, a.angle(), c.imag + 1, torch.fft.fft(c)])
     c.mul_(2)
-    attempt(keep, "real", lambda: c.real.copy_(b))
+    attempt(keep, "write real", lambda: c.real.copy_(b))
     keep("end", [a, c, c.imag.is_neg()])
 
 
@@ -850,7 +851,7 @@ def pointers(place, keep):
     attempt(keep, "storage", lambda: a.untyped_storage().nbytes())
     attempt(keep, "bytes", lambda: bytes(a.untyped_storage()) == a.numpy().tobytes())
     attempt(keep, "share", lambda: a.share_memory_() is a)
-    attempt(keep, "resize", lambda: b.resize_(2))
+    attempt(keep, "write resize", lambda: b.resize_(2))
     attempt(keep, "pinned", lambda: b.is_pinned())
     keep("both", [a, b])
 
@@ -1057,7 +1058,7 @@ def drawn_here(place, keep):
     a, b = at(place, torch.zeros(6), torch.zeros(6))
     generator = torch.Generator().manual_seed(7)
     a.copy_(torch.randn(6, generator=generator))
-    attempt(keep, "uniform", lambda: b.uniform_(generator=generator))
+    attempt(keep, "write uniform", lambda: b.uniform_(generator=generator))
     keep("both", [a, b, torch.rand(2), torch.randn(2, generator=generator), generator.get_state()])
 
 
