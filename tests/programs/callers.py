@@ -8,13 +8,13 @@ import gc
 import importlib
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import drawn_programs
 import judge
 import probes
 from forks import forks
@@ -48,10 +48,13 @@ Job = tuple[Any, ...]
 """``("text", text)`` or ``("probe", name, variant)``."""
 
 
-def judged(job: Job, place: judge.Place) -> judge.Verdict:
+def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
     if job[0] == "probe":
         return judge.judged(getattr(probes, job[1]), functools.partial(probes.spread, place, job[2]))
-    return judge.judged(drawn_programs.loaded(job[1]).program, place)
+    name = f"drawn_{zlib.crc32(job[1].encode()):08x}"  # a file, for tracebacks, and for pickles that workers read
+    (Path(folder) / f"{name}.py").write_text(job[1], encoding="utf-8")
+    importlib.invalidate_caches()
+    return judge.judged(importlib.import_module(name).program, place)
 
 
 class Callers:
@@ -100,7 +103,7 @@ class Callers:
         store = str(Path(self._folder.name) / f"store{self._times}")
         for rank in range(size):
             ours, theirs = forks().Pipe()
-            process = forks().Process(target=_main, args=(self.name, rank, size, store, theirs), daemon=True)
+            process = forks().Process(target=_main, args=(self.name, rank, size, self._folder.name, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -119,12 +122,14 @@ class Callers:
         self._processes, self._pipes = [], []
 
 
-def _main(name: str, rank: int, size: int, store: str, pipe: Connection) -> None:
+def _main(name: str, rank: int, size: int, folder: str, store: str, pipe: Connection) -> None:
     import torch
 
     import rdmarpc as rpc
 
     torch.set_num_threads(1)
+    sys.path.append(folder)
+    sys.dont_write_bytecode = True
     if size > 1:
         options = rpc.RpcBackendOptions(init_method=f"file://{store}", rpc_timeout=20, num_worker_threads=4)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
@@ -135,7 +140,7 @@ def _main(name: str, rank: int, size: int, store: str, pipe: Connection) -> None
         while (asked := pipe.recv()) is not None:
             job, limit = asked
             faulthandler.dump_traceback_later(0.95 * limit, file=sys.__stderr__)
-            pipe.send(judged(job, place))
+            pipe.send(judged(job, place, folder))
             faulthandler.cancel_dump_traceback_later()
     else:
         with suppress(EOFError):

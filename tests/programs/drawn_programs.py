@@ -6,7 +6,6 @@ The text defines ``program(place, keep)``. ``place(net, placement)`` gives the m
 
 from __future__ import annotations
 
-import linecache
 import random
 import re
 import sys
@@ -119,27 +118,23 @@ def recipe(seed: int, draws: bool = True) -> Recipe:
             features=tuple(feature for feature in found.features if feature[0] not in DRAWING_FEATURES),
         )
     paths = module_paths(found)
-    if dice.random() < 0.25:
-        entries = {"": dice.choice(WORKERS)}
-    else:
+    workers = WORKERS[: dice.choice([1, 2, 2, 3])]
+    entries = {"": dice.choice(workers)} if dice.random() < 0.3 else {}
+    for _ in range(dice.choice([0, 1, 2, 3, 4]) if entries else dice.choice([1, 2, 2, 3, 4])):
+        entries[dice.choice(paths)] = dice.choice(workers)
+    if dice.random() < 0.03:
         entries = {}
-        workers = WORKERS[: dice.choice([1, 2, 2, 3])]
-        for _ in range(dice.choice([0, 1, 2, 2, 3, 3, 4])):
-            entries[dice.choice(paths)] = dice.choice(workers)
     return replace(found, placement=tuple(entries.items()))
 
 
 def module_paths(made: Recipe) -> list[str]:
     net: nn.Module = loaded(model_source(made)).Net()
-    return [name for name, _ in net.named_modules() if "parametrizations" not in name]
+    return [name for name, _ in net.named_modules() if name and "parametrizations" not in name]
 
 
-def loaded(text: str, name: str = "drawn_program") -> types.ModuleType:
-    """The module of that text. Tracebacks show its lines."""
-    module = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses look there
-    linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
-    exec(compile(text, f"<{name}>", "exec"), module.__dict__)
+def loaded(text: str) -> types.ModuleType:
+    module = sys.modules["drawn_model"] = types.ModuleType("drawn_model")  # dataclasses look there
+    exec(text, module.__dict__)
     return module
 
 

@@ -148,7 +148,7 @@ def _tensor(name: str, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
         yield from _tensor(f"{name} values", value.detach()._values())
         return
     strides = value.stride() if value.layout == torch.strided else None
-    yield name, Bits(home(value), (strides, value.is_conj(), value.is_neg(), *metadata))
+    yield name, Bits(home(value), (strides, value.is_complex() and value.is_conj(), *metadata))
 
 
 def said(value: Any) -> str:
@@ -201,7 +201,8 @@ def _worst(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Ve
     worst = Verdict("equal")
     for n, ((name, a), (other_name, b)) in enumerate(zip(one, other)):
         if name != other_name:
-            return Verdict("WRONG", f"{n}: {other_name} is kept, not {name}")
+            found = _same(None, b[0][1])
+            return Verdict(found.kind, f"{n}: {other_name} is kept, not {name}: {found.detail}")
         found = _group(a, b)
         if _rank(found) > _rank(worst):
             worst = Verdict(found.kind, f"{n}: {found.detail}")
