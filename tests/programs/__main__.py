@@ -1,6 +1,6 @@
 """``python -m tests.programs``, from the root of the repository: random programs, and chosen ones, beside one process.
 
-python -m tests.programs --seeds 0-2000 --target wrap      a campaign; --minutes M ends it earlier
+python -m tests.programs --seeds 0-2000 --minutes 30       a campaign, with a table at its end
 python -m tests.programs 17 --print                        a program as a script; without --print it is judged
 python -m tests.programs 17 --shrink                       the smallest program that fails like it
 python -m tests.programs script.py                         judge a script of that form
@@ -23,12 +23,14 @@ from callers import Callers, Job
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__, formatter_class=_AsWritten)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help="seeds, scripts, names of probes")
     parser.add_argument("--seeds", default="", help="A-B, or only A: to go on until --minutes are over")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
-    parser.add_argument("--target", default="wrap", help="identity, wrap, or module:function:workers")
+    parser.add_argument("--target", default="remote", help="identity, wrap, remote, or module:function:workers")
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
     parser.add_argument("--print", action="store_true", help="the program's text, and do not run it")
@@ -39,10 +41,6 @@ def main() -> int:
         print(_text(_cases(options)))
         return 0
     return _shrink(options) if options.shrink else _campaign(options)
-
-
-class _AsWritten(argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:

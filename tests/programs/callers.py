@@ -33,7 +33,13 @@ def wrap(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
     return rpc.wrap(net, dict(placement))
 
 
-TARGETS: dict[str, tuple[judge.Place, int]] = {"identity": (identity, 0), "wrap": (wrap, 3)}
+def remote(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
+    from rdmarpc.places import wrap as moved
+
+    return moved(net, dict(placement))
+
+
+TARGETS: dict[str, tuple[judge.Place, int]] = {"identity": (identity, 0), "wrap": (wrap, 3), "remote": (remote, 3)}
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 
 
