@@ -458,6 +458,18 @@ def flags_of_torch(net: Any) -> Iterator[Any]:
         torch.set_flush_denormal(False)
 
 
+@program
+def threads_of_torch(net: Any) -> Iterator[Any]:
+    """Kernels choose the order of sums by how many there are."""
+    before = torch.get_num_threads()
+    try:
+        for count in (2, 1, 2):
+            torch.set_num_threads(count)
+            yield from plainly(net)
+    finally:
+        torch.set_num_threads(before)
+
+
 # -- what is changed after ``wrap``
 
 
