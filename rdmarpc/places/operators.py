@@ -1,0 +1,177 @@
+"""What a command stream has to know of an operator of torch, read from its schema and tags once, and what these do not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+_TAGS = torch.Tag
+_HIDDEN_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
+"""Operators that write operands which their schema calls read: positions of these. ``tests/rpc/places`` compares the table with
+torch's operator database."""
+_VALUE_SIZED = (
+    "aten::_ctc_loss",
+    "aten::_pack_padded_sequence",
+    "aten::_pad_packed_sequence",
+    "aten::_padded_dense_to_jagged_forward",
+    "aten::_embedding_bag",
+    "aten::_embedding_bag_forward_only",
+    "aten::segment_reduce",
+    "aten::nested_to_padded_tensor",
+    "aten::_to_dense",
+)
+"""Operators whose results have sizes, or a memory order, that depend on values, though no tag says so."""
+_FILLS = ("bernoulli_.float", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
+"""Random operators in place that do not read what they write."""
+_CHANCE = {
+    "aten::native_dropout": lambda args: args[2] is not False and args[1] > 0.0,
+    "aten::rrelu_with_noise": lambda args: len(args) > 4 and args[4],
+    "aten::rrelu_with_noise_": lambda args: len(args) > 4 and args[4],
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args: len(args) > 3 and args[3] > 0.0,
+    "aten::_scaled_dot_product_flash_attention": lambda args: len(args) > 3 and args[3] > 0.0,
+    "aten::_scaled_dot_product_efficient_attention": lambda args: len(args) > 5 and args[5] > 0.0,
+    "aten::_scaled_dot_product_cudnn_attention": lambda args: len(args) > 5 and args[5] > 0.0,
+    "aten::_scaled_dot_product_attention_math": lambda args: len(args) > 4 and args[4] > 0.0,
+    "aten::_scaled_dot_product_attention_math_for_mps": lambda args: len(args) > 4 and args[4] > 0.0,
+    "aten::_scaled_dot_product_fused_attention_overrideable": lambda args: len(args) > 4 and args[4] > 0.0,
+    "aten::_fused_sdp_choice": lambda args: False,
+    "aten::lstm.input": lambda args: False,
+}
+"""Operators that draw random numbers only with these positional arguments."""
+_GEOMETRY_IN_PLACE = ("t_", "squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapaxes_", "swapdims_", "detach_")
+_NO_DATA = (aten._unsafe_view.default,)
+"""Views in all but their schema."""
+_NOT_KEPT = (aten.as_strided.default, aten.view.dtype)
+"""Views whose offset is not that of their operand plus a constant."""
+REFUSED = {
+    "aten::set_.source_Storage": "a tensor's storage cannot be replaced by a plain one",
+    "aten::set_.source_Storage_storage_offset": "a tensor's storage cannot be replaced by a plain one",
+    "aten::resize_": "a tensor that lies at a worker is not resized in place",
+    "aten::resize_as_": "a tensor that lies at a worker is not resized in place",
+    "aten::_nested_tensor_from_tensor_list": "nested tensors cannot lie at a worker",
+    "aten::quantize_per_tensor": "quantized tensors cannot lie at a worker",
+    "aten::quantize_per_channel": "quantized tensors cannot lie at a worker",
+    "aten::quantize_per_tensor_dynamic": "quantized tensors cannot lie at a worker",
+    "aten::to_mkldnn": "tensors of MKL-DNN's layout cannot lie at a worker",
+    "aten::_make_dual": "forward-mode AD is not known to tensors that lie at workers",
+    "aten::_fw_primal": "forward-mode AD is not known to tensors that lie at workers",
+}
+"""Operators that are refused, and why."""
+
+
+_NUMBERS = ("number", "float", "Tensor", "List[number]", "List[float]")
+
+
+class Operator:
+    """``func``'s rules. ``written``: positions, or names of keyword arguments, of the operands that it writes."""
+
+    __slots__ = (
+        "chance",
+        "composite",
+        "dynamic",
+        "fills",
+        "foreach",
+        "first_written",
+        "func",
+        "geometry",
+        "kept",
+        "mutable",
+        "name",
+        "named_numbers",
+        "numbers",
+        "plain",
+        "random",
+        "refused",
+        "returned",
+        "value",
+        "view",
+        "written",
+    )
+
+    def __init__(self, func: OpOverload) -> None:
+        schema, tags = func._schema, func.tags
+        self.func, self.name = func, func.name()
+        base = self.name.partition(".")[0]
+        bare = base.partition("::")[2]
+        arguments, returns = schema.arguments, schema.returns
+        written: list[int | str] = []
+        for position, argument in enumerate(arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(argument.name if argument.kwarg_only else position)
+        written += _HIDDEN_WRITES.get(base, ())
+        self.written = tuple(written)
+        self.mutable = schema.is_mutable
+        self.geometry = bare in _GEOMETRY_IN_PLACE
+        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(self.name, "CompositeImplicitAutograd")
+        """Made of others: it comes here as itself only where autograd is out of the way (inference mode)."""
+        aliased = any(r.alias_info is not None for r in returns)
+        self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
+        self.kept = func not in _NOT_KEPT
+        self.returned = tuple(
+            next((p for p, a in zip(self.written, _written(arguments)) if _same_alias(a, r)), None) for r in returns
+        )
+        """For each result the written operand that it is."""
+        self.foreach = bare.startswith("_foreach_") or bare.startswith("_fused_ad") or bare.startswith("_fused_sgd")
+        self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
+        kinds = {str(r.type) for r in returns}
+        self.value = bool(kinds - {"Tensor", "List[Tensor]", "Optional[Tensor]"})
+        self.dynamic = _TAGS.dynamic_output_shape in tags or _TAGS.data_dependent_output in tags or base in _VALUE_SIZED
+        self.dynamic |= self.name in _VALUE_SIZED
+        self.random = _TAGS.nondeterministic_seeded in tags
+        self.chance = _CHANCE.get(self.name) or _CHANCE.get(base)
+        self.fills = self.random and (self.name[6:] in _FILLS or bare in _FILLS and bare != "bernoulli_")
+        pointwise = _TAGS.pointwise in tags or self.mutable
+        self.numbers = tuple(pointwise and str(a.type) in _NUMBERS for a in arguments)
+        """For each argument whether its number travels as a word: results depend on it by nothing but value."""
+        self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
+        self.refused = REFUSED.get(self.name) or REFUSED.get(base)
+        special = self.refused or self.composite or self.view or self.geometry or self.foreach or self.random
+        self.plain = not special and func is not aten._to_copy.default
+        """Whether it is posted as it is."""
+        self.first_written = self.written == (0,) and self.returned == (0,)
+
+    def draws(self, args: tuple[Any, ...]) -> bool:
+        """Whether it takes random numbers with these arguments."""
+        return self.random and (self.chance is None or bool(self.chance(args)))
+
+    def sized_by_values(self, args: tuple[Any, ...]) -> bool:
+        if not self.dynamic:
+            return False
+        if self.func is aten.index.Tensor:
+            return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        return True
+
+    def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for where in self.written:
+            value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+            if value is None and not isinstance(where, str):
+                value = kwargs.get(self.func._schema.arguments[where].name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                found += [each for each in value if isinstance(each, torch.Tensor)]
+        return found
+
+
+def _written(arguments: Any) -> list[Any]:
+    return [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _same_alias(argument: Any, result: Any) -> bool:
+    info = result.alias_info
+    return info is not None and info.is_write and info.before_set == argument.alias_info.before_set
+
+
+known_operators: dict[OpOverload, Operator] = {}
+
+
+def operator(func: OpOverload) -> Operator:
+    """The rules of ``func``."""
+    found = known_operators.get(func)
+    if found is None:
+        found = known_operators[func] = Operator(func)
+    return found

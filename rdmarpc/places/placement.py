@@ -1,0 +1,86 @@
+"""Which part of a model lies where: ``{"encoder.layers.6-11": "worker1/cuda:0"}``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANK = re.compile(r"rank:(\d+)")
+
+Where = tuple[str, str]
+"""A worker and a device there."""
+
+
+def resolve(
+    net: nn.Module,
+    placement: Mapping[str, str | Sequence[str]],
+    workers: Sequence[str],
+    ranked: Callable[[int], str] | None = None,
+) -> dict[str, list[Where]]:
+    """The places of each placed module, by path; ranges taken apart. ``a.0-5`` stands for the numbered children 0 to 5 of
+    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a replica
+    at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty
+    range, or two entries for one module."""
+    found: dict[str, list[Where]] = {}
+    source: dict[str, str] = {}
+    for key, value in placement.items():
+        names = [value] if isinstance(value, str) else list(value)
+        places = [_place(key, name, workers, ranked) for name in names]
+        if len(set(places)) < len(places) or not isinstance(value, str) and len(places) < 2:
+            listed = ", ".join(map(repr, names)) or "no worker"
+            raise ValueError(f"placement gives {key!r} replicas at {listed}: name two workers or more, each once")
+        for path in _expand(net, key):
+            if path in found:
+                raise ValueError(f"placement has two entries for {path!r}: {source[path]!r} and {key!r}")
+            found[path], source[path] = places, key
+    return found
+
+
+def home(places: Mapping[str, list[Where]], path: str) -> Where | None:
+    """Where the tensors of a module lie: by the deepest entry on its path. ``None``: none says so."""
+    while True:
+        if path in places:
+            return places[path][0]
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+
+
+def _place(key: str, value: str, workers: Sequence[str], ranked: Callable[[int], str] | None) -> Where:
+    worker, device = (value, "cpu") if value in workers else _split(key, value)
+    rank = _RANK.fullmatch(worker)
+    if worker not in workers and rank is not None and ranked is not None:
+        worker = ranked(int(rank[1]))
+    if worker not in workers:
+        listed = ", ".join(map(repr, workers))
+        raise ValueError(f"placement puts {key!r} on worker {worker!r}, which is not in this group; its workers are {listed}")
+    return worker, device
+
+
+def _split(key: str, value: str) -> tuple[str, str]:
+    worker, _, device = value.partition("/")
+    try:
+        return worker, str(torch.device(device or "cpu"))
+    except RuntimeError:
+        raise ValueError(f"placement puts {key!r} on {value!r}: {device!r} is no device") from None
+
+
+def _expand(net: nn.Module, key: str) -> list[str]:
+    """The paths that a key stands for."""
+    paths = [""]
+    for part in key.split(".") if key else ():
+        span = _RANGE.fullmatch(part)
+        names = [part] if span is None else [str(n) for n in range(int(span[1]), int(span[2]) + 1)]
+        if not names:
+            raise ValueError(f"placement has {key!r}, and {part!r} is an empty range")
+        paths = [f"{path}.{name}" if path else name for path in paths for name in names]
+    for path in paths:
+        try:
+            net.get_submodule(path)
+        except AttributeError:
+            raise ValueError(f"placement has {key!r}, but the model has no module {path!r}") from None
+    return paths

@@ -1,0 +1,141 @@
+"""A command stream's ring: 64-bit words in the worker's registered memory, written one-sidedly by the caller.
+
+The caller composes words in a local mirror and writes each batch through (``transport.Window``), with one notification a batch.
+
+::
+
+    batch   = [number of words, this one included] message...       one put, contiguous; -1: go on at the ring's beginning
+    message = [number of words << 8 | kind] word...
+
+Two words come back, in memory of the caller that the worker writes: ``DONE``, how many words of the ring have been run and given
+back, ever; the worker puts it before it sleeps, when an eighth of the ring was run, and every ``TOLD_S`` in between.
+
+Invariants: (1) words ``[written, written + n)`` are free at the worker before they are written: ``written + n - done <=
+RING_WORDS``; (2) one thread at a time writes (the stream's lock), one reads (the stream's thread); (3) the words of a batch are
+visible to the reader once it has seen the batch's notification (the put releases, the look at the count acquires); (4) the reader
+has run a message, and holds nothing of it, before its words count in ``DONE``.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..transport import Channel, RemoteRegion, TransferTimeout, Window, kernels
+
+RING_WORDS = 1 << 16
+TOLD_S = 0.1
+OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, LAST = range(13)
+"""Kinds of messages; ``worker.py`` says what each is made of."""
+WORD = 8
+_packers = [struct.Struct(f"<{count}q") for count in range(256)]
+
+
+def packer(count: int) -> struct.Struct:
+    return _packers[count] if count < 256 else struct.Struct(f"<{count}q")
+
+
+def as_words(blob: bytes) -> list[int]:
+    """Bytes as words: their number, then themselves."""
+    padded = blob + b"\0" * (-len(blob) % WORD)
+    return [len(blob), *struct.unpack(f"<{len(padded) // WORD}q", padded)]
+
+
+class RingWriter:
+    """The caller's end. One thread at a time. ``local``: ``RING_WORDS`` words of the channel's pool."""
+
+    def __init__(self, channel: Channel, remote: bytes, notify: int, local: torch.Tensor, done: int, timeout: float) -> None:
+        """``done``: address of the word ``DONE``."""
+        self._window: Window = channel.window(RemoteRegion.load(remote), local, notify=notify)
+        self._channel, self._done_at, self._timeout = channel, done, timeout
+        self._mirror, self._local = memoryview(local.numpy()).cast("B"), local
+        self.written = 0
+        """Words written so far; ``_free_until``: up to where the ring is known to be free."""
+        self._free_until = RING_WORDS
+
+    @property
+    def done(self) -> int:
+        """How many words have been run, ever."""
+        return kernels.load(self._done_at)
+
+    def write(self, words: list[int]) -> None:
+        """Write one batch of messages. Waits while the ring is full. ``PeerLost``; ``ValueError`` for what no ring has room for."""
+        count = len(words) + 1
+        at = self.written % RING_WORDS
+        if count > RING_WORDS - at:
+            if count > RING_WORDS // 2:
+                raise ValueError(f"a message of {count} words is longer than half a ring")
+            self._put(at, (-1,), RING_WORDS - at)
+            at = 0
+        if self.written + count > self._free_until or count >= 256:
+            self._put(at, (count, *words), count)
+            return
+        _packers[count].pack_into(self._mirror, at << 3, count, *words)
+        if self._window.put_now(at << 3, count << 3):
+            self._window.put(at << 3, count << 3)
+        self.written += count
+
+    def _put(self, at: int, words: Sequence[int], taken: int) -> None:
+        if self.written + taken > self._free_until:
+            self._wait_for_room(taken)
+        packer(len(words)).pack_into(self._mirror, at * WORD, *words)
+        if self._window.put_now(at * WORD, len(words) * WORD):
+            self._window.put(at * WORD, len(words) * WORD)
+        self.written += taken
+
+    def _wait_for_room(self, taken: int) -> None:
+        seen, since = self.done, time.monotonic()
+        while self.written + taken > seen + RING_WORDS:
+            self._channel.check()
+            time.sleep(2e-5)
+            now = self.done
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif self._timeout and time.monotonic() - since > self._timeout:
+                raise stuck(self._channel, self._timeout)
+        self._free_until = seen + RING_WORDS
+
+
+def stuck(channel: Channel, timeout: float) -> TransferTimeout:
+    return TransferTimeout(
+        f"the stream at worker {channel.peer} has not run anything for {timeout:g} s",
+        peer=channel.peer,
+        device=channel.device.name,
+        hint="an operation takes longer than rpc_timeout; RpcBackendOptions(rpc_timeout=0) waits as long as the worker lives",
+    )
+
+
+class RingReader:
+    """The worker's end. One thread."""
+
+    def __init__(self, channel: Channel, local: torch.Tensor, notify: int) -> None:
+        self._channel, self._record = channel, channel.count(notify).record
+        self.words = memoryview(local.numpy()).cast("B").cast("q")
+        self._local, self._batches = local, 0
+        self.read = 0
+        """Words that were read, ever."""
+
+    def look(self) -> bool:
+        """Whether a batch is here."""
+        if self._channel.port:
+            kernels.progress(self._channel.port)
+        return kernels.load(self._record) > self._batches
+
+    def wait(self) -> bool:
+        """Wait for a batch, a tenth of a second at most; whether there is one."""
+        target = self._batches + 1
+        return kernels.wait_count(self._record, target, kernels.SPIN, kernels.SLICE_NS, self._channel.port) == kernels.OK
+
+    def take(self) -> list[int]:
+        """The messages of the next batch, which is here. Its words may be written again once ``read`` was told."""
+        self._batches += 1
+        at = self.read % RING_WORDS
+        count = self.words[at]
+        if count == -1:
+            self.read += RING_WORDS - at
+            return []
+        self.read += count
+        return self.words[at + 1 : at + count].tolist()

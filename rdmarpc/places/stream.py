@@ -1,0 +1,427 @@
+"""The caller's end of a command stream: what is posted to one device of one worker, in order, and the answers.
+
+Nothing waits but questions (``ask``), which a lock keeps in the order of the posts. What a question is about has been run when
+its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is freed by
+a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import struct
+import threading
+import time
+import uuid
+from collections import deque
+from typing import Any
+
+import torch
+
+from ..calls import agent as _agent
+from ..ground import forked
+from ..ground.worker_info import WorkerInfo
+from ..transport import RdmaError, RemoteRegion, TransferTimeout
+from . import ring, runners
+from .geometry import Geometry, bare, dressed, geometry, over, room
+from .plain import dump, load_error, loads
+from .worker import REPLY_BYTES, Derived, Landing, raw
+
+_log = logging.getLogger("rdmarpc")
+INLINE_BYTES = 512
+ANSWERED_BYTES = 32 << 10
+_REGION_BYTES = 8 << 20
+_HEAD = 64
+_WORD = struct.Struct("<q")
+names = itertools.count(1)
+"""Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
+
+
+class Meta:
+    """A geometry, made once for all tensors that have it: compared by identity. ``number`` names it to workers."""
+
+    __slots__ = ("dtype", "geometry", "number", "plain", "shape", "strided", "strides")
+
+    def __init__(self, geometry: Geometry, number: int) -> None:
+        self.geometry, self.number = geometry, number
+        self.shape, self.strides, self.dtype = geometry.shape, geometry.strides, geometry.dtype
+        self.strided = geometry.layout is torch.strided
+        self.plain = self.strided and not geometry.conj and not geometry.neg
+
+
+_metas: dict[Geometry, Meta] = {}
+
+
+def meta_of(geometry: Geometry) -> Meta:
+    found = _metas.get(geometry)
+    return found if found is not None else _metas.setdefault(geometry, Meta(geometry, len(_metas)))
+
+
+class Storage:
+    """Memory at a worker that tensors here stand for; freed there when the last of them dies. ``copies``: what has been moved
+    elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it (parameters)."""
+
+    __slots__ = ("__weakref__", "anchor", "copies", "name", "nbytes", "place", "stream")
+
+    def __init__(self, stream: Stream, name: int, nbytes: int, place: tuple[Region, int, int] | None = None) -> None:
+        self.stream, self.name, self.nbytes, self.place = stream, name, nbytes, place
+        self.copies: dict[Any, Any] | None = None
+        self.anchor = False
+
+    def __del__(self) -> None:
+        self.stream.dead.append((self.name, self.place))
+
+
+class Region:
+    """Memory of a worker into which one other process writes: the caller gives out its places, and takes one back when the
+    worker has run the message that frees what lay there."""
+
+    def __init__(self, number: int, nbytes: int, landing: Landing | None) -> None:
+        self.number, self.nbytes, self.landing = number, nbytes, landing
+        self._free = [(0, nbytes)]
+        self._freed: deque[tuple[int, int, int]] = deque()
+
+    def take(self, nbytes: int, done: int) -> int | None:
+        """The offset of a free place; ``None``: there is none as long as the worker has run ``done`` words."""
+        while self._freed and self._freed[0][0] <= done:
+            self._give(*self._freed.popleft()[1:])
+        for index, (offset, free) in enumerate(self._free):
+            if free >= nbytes:
+                if free == nbytes:
+                    del self._free[index]
+                else:
+                    self._free[index] = offset + nbytes, free - nbytes
+                return offset
+        return None
+
+    def free(self, position: int, offset: int, nbytes: int) -> None:
+        """The place is free once the worker has run up to ``position``."""
+        self._freed.append((position, offset, nbytes))
+
+    @property
+    def coming(self) -> bool:
+        """Whether places will be free that are not yet."""
+        return bool(self._freed)
+
+    def _give(self, offset: int, nbytes: int) -> None:
+        free = self._free
+        index = next((i for i, (at, _) in enumerate(free) if at > offset), len(free))
+        free.insert(index, (offset, nbytes))
+        if index + 1 < len(free) and offset + nbytes == free[index + 1][0]:
+            free[index] = offset, nbytes + free.pop(index + 1)[1]
+        if index and sum(free[index - 1]) == offset:
+            free[index - 1] = free[index - 1][0], free[index - 1][1] + free.pop(index)[1]
+
+
+class Known:
+    """What an operator gives for operands of one form: its number at the worker, and how each result is made (``tensor.py``).
+    ``kind``, and ``result`` of a single one, are for the most frequent cases."""
+
+    __slots__ = ("kind", "number", "result", "results", "single")
+    results: list[Any]
+    result: tuple[Any, ...]
+    single: bool
+
+    def __init__(self, number: int, kind: int) -> None:
+        self.number, self.kind = number, kind
+
+
+class Stream:
+    """One device of one worker, as a place of tensors. Any thread posts; a thread that asks keeps others from posting here."""
+
+    def __init__(self, agent: _agent.Agent, worker: WorkerInfo, device: torch.device) -> None:
+        self.agent, self.info, self.worker, self.device = agent, worker, worker.name, device
+        self.timeout = agent.rpc_timeout
+        self.key = uuid.uuid4().hex
+        self.lock = threading.RLock()
+        self.dead: deque[tuple[int, tuple[Region, int, int] | None]] = deque()
+        self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
+        """Forms of calls, by the grad mode, which some kernels ask for."""
+        self.numbers = itertools.count(1)
+        self.closed: BaseException | None = None
+        self.operations = 0
+        self._counts = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
+        self._metas: set[int] = set()
+        self._questions = 0
+        self._regions: dict[Stream | None, list[Region]] = {}
+        self._state: Any = None
+        channel = self.channel = agent.channel(worker.name)
+        self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
+        self._done_memory = channel.empty(64, dtype=torch.uint8).zero_()
+        mirror = channel.empty(ring.RING_WORDS * ring.WORD, dtype=torch.uint8)
+        self._reply = memoryview(self._reply_memory.numpy()).cast("B")
+        notify = channel.take_numbers(2)
+        self._answers = channel.expect(notify)
+        export = channel.device.export
+        mine = (export(self._reply_memory), export(self._done_memory), notify)
+        opened = self._manage(runners.open_stream, agent.name, str(device), torch.get_num_threads(), *mine)
+        self._ring = ring.RingWriter(channel, *opened, mirror, self._done_memory.data_ptr(), self.timeout)
+
+    def __repr__(self) -> str:
+        return self.worker if self.device.type == "cpu" else f"{self.worker}/{self.device}"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Operations posted, questions waited for, bytes copied in from this process and out to it, tensors sent to other
+        workers (``moves``) and brought home."""
+        return {"operations": self.operations, **self._counts}
+
+    def count_move(self) -> None:
+        self._counts["moves"] += 1
+
+    def _manage(self, function: Any, *args: Any) -> Any:
+        return self.agent.call(self.info, function, (self.key, *args), {}, self.timeout, control=True)
+
+    # -- posting
+
+    def post(self, words: list[int]) -> None:
+        """Post one message, whose first word is its kind."""
+        words[0] |= len(words) << 8
+        with self.lock:
+            if self.closed is not None:
+                self._refuse()
+            if self.dead:
+                self._take_dead(words)
+            else:
+                self._ring.write(words)
+
+    def _refuse(self) -> None:
+        error = self.closed
+        assert error is not None
+        raise type(error)(*error.args) if not isinstance(error, RdmaError) else error
+
+    def _take_dead(self, words: list[int]) -> None:
+        """Post the message and the names that have died."""
+        names, places = [ring.FREE], []
+        with contextlib.suppress(IndexError):
+            while len(names) < 4096:
+                name, place = self.dead.popleft()
+                names.append(name)
+                if place is not None:
+                    places.append(place)
+        names[0] |= len(names) << 8
+        self._ring.write(words + names)
+        position = self._ring.written
+        for region, offset, nbytes in places:
+            region.free(position, offset, nbytes)
+
+    def tell_meta(self, meta: Meta) -> int:
+        if meta.number not in self._metas:
+            self.post([ring.META, meta.number, *ring.as_words(dump(meta.geometry.plain()))])
+            self._metas.add(meta.number)
+        return meta.number
+
+    def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
+        number = next(self.numbers)
+        told = name, takes, keywords, torch.is_grad_enabled()
+        self.post([ring.SIGNATURE, number, *ring.as_words(dump(told))])
+        return number
+
+    def question(self, words: list[int], at: int) -> Any:
+        """Post a message that is answered, with the question's number at ``words[at]``, and wait for the answer."""
+        with self.lock:
+            self._questions += 1
+            self._counts["questions"] += 1
+            words[at] = number = self._questions
+            self.post(words)
+            kind, value = self._answer(number)
+        if kind == "ok":
+            return value
+        error, position = load_error(value)
+        if kind == "late":
+            error = self._reset_all(error)
+        raise error
+
+    def _answer(self, number: int) -> tuple[str, Any]:
+        while True:
+            self._await_answer()
+            if _WORD.unpack_from(self._reply, 0)[0] == number:
+                break  # an earlier one is that of a question whose wait was interrupted
+        kind, value = loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))
+        return (kind, value) if kind != "large" else loads(self._manage(runners.take_large, number))
+
+    def _await_answer(self) -> None:
+        seen, since = self._ring.done, time.monotonic()
+        while True:
+            try:
+                self._answers.wait(1.0)
+                return
+            except TransferTimeout:
+                now = self._ring.done
+                if now != seen:
+                    seen, since = now, time.monotonic()
+                elif self.timeout and time.monotonic() - since > self.timeout:
+                    raise ring.stuck(self.channel, self.timeout) from None
+
+    def _reset_all(self, error: BaseException) -> BaseException:
+        """An error came late: the first one of all streams, after which all go on."""
+        for stream in streams():
+            if stream is not self:
+                with contextlib.suppress(RdmaError), stream.lock:
+                    kind, value = stream.status()
+                    if kind == "late":
+                        other, _ = load_error(value)
+                        if isinstance(error, Derived) and not isinstance(other, Derived):
+                            error = other
+        for stream in streams():
+            with contextlib.suppress(RdmaError):
+                stream.post([ring.RESET])
+        return error
+
+    def status(self) -> tuple[str, Any]:
+        """Whether there is an error, when all that was posted has been run."""
+        self._questions += 1
+        self.post([ring.CHECK, self._questions])
+        return self._answer(self._questions)
+
+    def synchronize(self) -> None:
+        """Return when all that was posted has been run. Raises what went wrong meanwhile."""
+        self.question([ring.CHECK, 0], 1)
+
+    # -- tensors that come and go
+
+    def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta, int]:
+        """Copy a strided plain tensor here to the worker: (storage, geometry, offset -1: all of it)."""
+        shape = geometry(tensor)
+        tensor = bare(tensor)
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        meta = meta_of(shape)
+        nbytes, shift = room(shape, tensor.data_ptr())
+        used = shape.span * shape.dtype.itemsize
+        self._counts["bytes_in"] += used
+        with self.lock:
+            number, name = self.tell_meta(meta), next(names) << 20
+            if used <= INLINE_BYTES:
+                self.post([ring.INLINE, name, number, shift, *ring.as_words(raw(tensor))])
+                return Storage(self, name, used), meta, -1
+            region, offset = self.place(None, nbytes)
+            assert region.landing is not None
+            region.landing.put(offset, shift, tensor)
+            self.post([ring.LAND, name, number, region.number, offset, shift])
+            return Storage(self, name, used, (region, offset, nbytes)), meta, -1
+
+    def place(self, source: Stream | None, nbytes: int) -> tuple[Region, int]:
+        """A free place of memory here that ``source`` may write (``None``: this process). Call it with the lock held."""
+        regions = self._regions.setdefault(source, [])
+        while True:
+            done = self._ring.done
+            for region in regions:
+                offset = region.take(nbytes, done)
+                if offset is not None:
+                    return region, offset
+            if self.dead and any(place for _, place in self.dead):
+                self.synchronize()
+                continue
+            if sum(region.nbytes for region in regions) >= 4 * _REGION_BYTES and any(region.coming for region in regions):
+                self.synchronize()
+                continue
+            regions.append(self._new_region(source, max(nbytes, _REGION_BYTES, *(2 * r.nbytes for r in regions), 0)))
+
+    def _new_region(self, source: Stream | None, nbytes: int) -> Region:
+        number = next(self.numbers)
+        descriptor, notify = self._manage(runners.new_region, number, source.worker if source else "", nbytes)
+        if source is None:
+            return Region(number, nbytes, Landing(self.channel, RemoteRegion.load(descriptor), None))
+        source._manage(runners.reach_region, number, self.worker, descriptor, notify)
+        return Region(number, nbytes, None)
+
+    def fetch(self, name: int, at: int, meta: Meta) -> torch.Tensor:
+        """A copy of a tensor's bytes, here: with its strides."""
+        shape = meta.geometry
+        used = shape.span * shape.dtype.itemsize
+        self._counts["bytes_out"] += used
+        self._counts["home"] += 1
+        number = self.tell_meta(meta)
+        if used <= ANSWERED_BYTES:
+            blob = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
+            found = over(bytearray(blob), 0, shape)
+        else:
+            memory = self.channel.empty(room(shape, 0)[0], dtype=torch.uint8)
+            descriptor = ring.as_words(self.channel.device.export(memory))
+            self.question([ring.FETCH, name, at, number, 0, 0, *descriptor], 4)
+            found = torch.empty(0, dtype=shape.dtype)
+            found.set_(memory.untyped_storage(), memory.storage_offset() // shape.dtype.itemsize, shape.shape, shape.strides)
+        return dressed(found, shape)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The stream ends when all that was posted has been run. Idempotent."""
+        with self.lock:
+            if self.closed is None:
+                with contextlib.suppress(RdmaError):
+                    self.post([ring.LAST])
+                self.closed = error or RuntimeError(
+                    f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
+                )
+
+
+def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta, shift: int) -> Storage:
+    """Copy a tensor from one worker to another: one WRITE there, into a place that is chosen here."""
+    shape = meta.geometry
+    nbytes = room(shape, shift)[0] + _HEAD
+    with _crossing:
+        with target.lock:
+            number, name = target.tell_meta(meta), next(names) << 20
+            region, offset = target.place(source, nbytes)
+        source.post([ring.SEND, storage.name, at, source.tell_meta(meta), region.number, offset, shift])
+        target.post([ring.LAND, name, number, region.number, offset, shift])
+    source.count_move()
+    return Storage(target, name, nbytes, (region, offset, nbytes))
+
+
+_crossing = threading.Lock()
+"""Held while a copy is posted to both its ends: they count copies, so both have to see them in one order."""
+
+
+# -- the streams of this process
+
+_streams: dict[tuple[str, str], Stream] = {}
+_lock = threading.Lock()
+
+
+def streams() -> list[Stream]:
+    """Those that are open."""
+    return [stream for stream in list(_streams.values()) if stream.closed is None]
+
+
+def stream_to(worker: str, device: str | torch.device = "cpu") -> Stream | None:
+    """The stream to a device of a worker, opened at first use; ``None`` for the CPU of this process."""
+    agent = _agent.current()
+    info = agent.resolve(worker)
+    where = torch.device(device)
+    if info.name == agent.name and where.type == "cpu":
+        return None
+    key = info.name, str(where)
+    with _lock:
+        found = _streams.get(key)
+        if found is None or found.closed is not None or found.agent is not agent:
+            if not any(stream.agent is agent for stream in _streams.values()):
+                agent.before_leaving(close_streams)
+            found = _streams[key] = Stream(agent, info, where)
+        return found
+
+
+def close_streams() -> None:
+    """This worker leaves its group: return when all that was posted has been run, or cannot be any more."""
+    for stream in list(_streams.values()):
+        try:
+            stream.synchronize()
+        except RdmaError:
+            pass
+        except Exception as error:
+            _log.warning("an operation at worker %s failed, and nothing asked for its result: %s", stream.worker, error)
+        stream.close()
+    _streams.clear()
+
+
+def _forget() -> None:
+    """In a forked child: the streams are the parent's."""
+    error = RuntimeError(forked.TEXT)
+    for stream in _streams.values():
+        stream.lock = threading.RLock()
+        stream.closed = error
+    _streams.clear()
+
+
+forked.in_child(_forget)

@@ -1,0 +1,781 @@
+"""``RemoteTensor``: a tensor whose memory lies at a worker, and where its operations run.
+
+PyTorch runs the program: autograd, views, versions and modules are its own. Only what comes below autograd comes here
+(``__torch_dispatch__``), and is posted to the stream of a place. The rules of where an operation runs:
+
+1. where its tensors lie, if that is one place;
+2. else where what it writes lies;
+3. else, in a backward, where its forward ran (found by the sequence number of the node);
+4. else where the first parameter among its operands lies, or a view of one (``Storage.anchor``);
+5. else where the latest remote operand lies.
+
+An operand that lies elsewhere is copied there below autograd: no node is added. A copy keeps strides and the address modulo 64,
+because kernels choose by both in which order they add up. A copy of a remote operand is used again until that is written; a
+plain tensor of this process is copied at each use, since numpy and others write it unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..transport import NotSupported
+from . import ring
+from .geometry import Geometry, geometry
+from .names import DEVICE, place_named
+from .operators import Operator, aten, known_operators, operator
+from .plain import encode
+from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
+
+_make = torch.Tensor._make_wrapper_subclass
+_CPU, _STRIDED = torch.device("cpu"), torch.strided
+_BELOW = torch._C._ExcludeDispatchKeyGuard
+_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
+_bits, _word = struct.Struct("<d"), struct.Struct("<q")
+_REMEMBERED = 1 << 18
+_NOTHING: dict[str, Any] = {}
+_ELSEWHERE = object()
+_ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
+"""How results of a known form are made: they are asked for each time; operands that were written; one new tensor; else."""
+OWN = ("_handle", "_meta", "_offset", "_words")
+"""Attributes that a remote tensor has of us."""
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor at a worker (``place``). Shape, dtype, strides, versions and gradients are here."""
+
+    _handle: Storage
+    _meta: Meta
+    _offset: int
+    _words: tuple[int, int]
+    """The storage's name, and -1 for all of it as it was made, else the offset of a view (``_at``)."""
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        op = known_operators.get(func) or operator(func)
+        return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
+
+    @property
+    def _at(self) -> int:
+        return self._words[1]
+
+    @property
+    def place(self) -> str:
+        """The worker, and the device there if it is not the CPU: ``"worker1"``, ``"worker1/cuda:0"``."""
+        return repr(self._handle.stream)
+
+    # -- bringing it home
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """A copy in this process. Gradients flow through it."""
+        found = _Home.apply(self)
+        return found if memory_format is torch.preserve_format else found.contiguous(memory_format=memory_format)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy, read-only: writing into it would not reach the worker."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        found = at_place(self.detach(), None).resolve_conj().resolve_neg().clone().numpy()
+        found.flags.writeable = False
+        return found
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def tolist(self) -> Any:
+        return at_place(self.detach(), None).tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch.no_grad():
+            text = repr(at_place(self.detach(), None).requires_grad_(self.requires_grad and self.is_leaf))
+        if self.grad_fn is not None:
+            text = text[:-1] + f", grad_fn=<{type(self.grad_fn).__name__}>)"
+        return f"{text[:-1]}, place={self.place!r})"
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return self.item().__format__(spec)
+        return object.__format__(self, spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a tensor of the CPU: a file knows no workers."""
+        found = at_place(self.detach(), None)
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(found, self.requires_grad).__reduce_ex__(protocol)
+        if not self.is_leaf:
+            return self.__deepcopy__({})
+        return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
+                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage, "
+                "see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        storage, whole = _cloned(self, memo)
+        made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
+        made.__dict__.update(copy.deepcopy(kept, memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    # -- what a place of memory elsewhere cannot do as memory here does
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.Tensor.to``. "cpu" is what ``device`` says, and changes nothing: ``cpu()`` brings a tensor home."""
+        device = next((each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)), None)
+        if device is not None and device.type == DEVICE and place_named(device) is self._handle.stream:
+            args = tuple(each for each in args if each is not device)
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+            return super().to(*args, **kwargs) if args or kwargs else self
+        return super().to(*args, **kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory, apart from autograd and with a version of its own."""
+        return wrapper(self._handle, self._meta, self._offset, self._at)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        value = at_place(value.detach(), self._handle.stream) if type(value) is not RemoteTensor else value
+        assert type(value) is RemoteTensor
+        anchor = self._handle.anchor
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
+        self._handle.anchor = anchor
+
+    def data_ptr(self) -> int:
+        raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise NotSupported("a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home")
+
+    def share_memory_(self) -> Any:
+        raise NotSupported("a tensor that lies at a worker is not shared with processes here", hint=".cpu() brings a copy home")
+
+    def pin_memory(self, device: Any = None) -> Any:
+        raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+
+class _Home(torch.autograd.Function):
+    """A copy here. Its gradient is moved where it is used."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        found = at_place(tensor, None)
+        return found.clone() if found.layout is _STRIDED else found  # the copy may be used again for other reads
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
+    """A copy of a tensor's storage, once for all tensors over it, and whether it was made as the tensor lies."""
+    key = ("storage at a worker", id(tensor._handle))
+    found = memo.get(key)  # type: ignore[call-overload]
+    if found is None:
+        handle = tensor._handle
+        strided = tensor._meta.geometry.layout is _STRIDED
+        whole = tensor._at == -1 and (not strided or tensor._offset == 0 and _dense(tensor))
+        bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
+        source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
+        copied = post(handle.stream, operator(aten.clone.default), (source,), {})
+        found = memo[key] = copied._handle, whole  # type: ignore[index]
+        copied._handle.anchor = handle.anchor
+    return found
+
+
+def _dense(tensor: RemoteTensor) -> bool:
+    geometry = tensor._meta.geometry
+    return geometry.span == geometry.numel and geometry.numel * geometry.dtype.itemsize == tensor._handle.nbytes
+
+
+def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
+    """A tensor over memory at a worker."""
+    if meta.plain:
+        if offset == 0 and at == -1:
+            made = _make(RemoteTensor, meta.shape, meta.strides, 0, None, meta.dtype, _STRIDED, _CPU)
+        else:
+            made = _make(
+                RemoteTensor, meta.shape, meta.strides, offset, None, meta.dtype, _STRIDED, _CPU, False, False, None,
+                False, False, None, storage.nbytes,
+            )  # fmt: skip
+    else:
+        made = _unusual(storage, meta, offset)
+    made._handle, made._meta, made._offset, made._words = storage, meta, offset, (storage.name, at)
+    return made
+
+
+def _unusual(storage: Storage, meta: Meta, offset: int) -> Any:
+    """One that is sparse, conjugated or negated."""
+    shape, strides, dtype, layout, conj, neg = meta.geometry
+    if layout is not _STRIDED:
+        return _make(RemoteTensor, shape, strides=(1,) * len(shape), dtype=dtype, layout=layout, device=_CPU)
+    made = _make(RemoteTensor, shape, strides, storage_offset=offset, dtype=dtype, device=_CPU, storage_size=storage.nbytes)
+    with _BELOW(_PYTHON):
+        made = aten._conj.default(made) if conj else made
+        made = aten._neg_view.default(made) if neg else made
+        return torch.Tensor._make_subclass(RemoteTensor, made)
+
+
+def place_of(tensor: torch.Tensor) -> Stream | None:
+    """Where a tensor lies; ``None``: here."""
+    return tensor._handle.stream if type(tensor) is RemoteTensor else None
+
+
+# -- moving, below autograd
+
+
+def at_place(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
+    """The tensor at a place: itself, or a copy of its bytes (not of its graph)."""
+    if type(tensor) is not RemoteTensor:
+        return tensor if place is None else _bring(tensor, place)
+    handle = tensor._handle
+    if handle.stream is place:
+        return tensor
+    key = place, tensor._meta, tensor._offset
+    copies = handle.copies
+    found = None if copies is None else copies.get(key)
+    if found is None:
+        found = _home(tensor) if place is None else _crossed(tensor, place)
+        if handle.copies is None:
+            handle.copies = {}
+        handle.copies[key] = found
+    return found
+
+
+def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
+    if tensor.layout is not _STRIDED:
+        return _rebuilt(tensor, lambda part: _bring(part, place))
+    _check_kind(tensor)
+    storage, meta, at = place.bring(tensor)
+    return wrapper(storage, meta, 0, at)
+
+
+def _home(tensor: RemoteTensor) -> torch.Tensor:
+    if tensor._meta.geometry.layout is not _STRIDED:
+        return _rebuilt(tensor, lambda part: at_place(part, None))
+    handle = tensor._handle
+    return handle.stream.fetch(handle.name, tensor._at, tensor._meta)
+
+
+def _crossed(tensor: RemoteTensor, place: Stream) -> torch.Tensor:
+    if tensor._meta.geometry.layout is not _STRIDED:
+        return _rebuilt(tensor, lambda part: at_place(part, place))
+    handle, meta = tensor._handle, tensor._meta
+    if handle.stream.worker == place.worker:
+        return _bring(at_place(tensor, None), place)
+    shift = tensor._offset * meta.geometry.dtype.itemsize % 64
+    return wrapper(cross(handle.stream, place, handle, tensor._at, meta, shift), meta, 0, -1)
+
+
+def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A sparse tensor, made again of its moved parts."""
+    if tensor.layout is torch.sparse_coo:
+        parts = aten._indices.default(tensor), aten._values.default(tensor)
+        indices, values = (move(part) for part in parts)
+        found = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+            tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
+            layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
+        )  # fmt: skip
+        return found
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if rows or tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
+        parts = [move(getattr(aten, name).default(tensor)) for name in (*names, "values")]
+        make = getattr(aten, f"_{str(tensor.layout)[6:]}_tensor_unsafe").default
+        return make(*parts, list(tensor.shape), dtype=tensor.dtype, layout=tensor.layout, device=_CPU)
+    raise NotSupported(f"tensors of layout {tensor.layout} cannot lie at a worker")
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    if tensor.is_quantized or tensor.is_nested:
+        raise NotSupported(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+
+
+# -- where an operation runs
+
+_ran: dict[int, Stream | None] = {}
+"""Where forward operations ran, by the sequence number of the node that autograd made for them."""
+
+
+class _Running(threading.local):
+    """A place that this thread has asked for: operations whose tensors lie at several places run there."""
+
+    at: tuple[Stream | None] | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running_at(place: Stream | None) -> Iterator[None]:
+    """Have operations on tensors of several places run at ``place``, unless they write elsewhere."""
+    before, _running.at = _running.at, (place,)
+    try:
+        yield
+    finally:
+        _running.at = before
+
+
+def _remember(place: Stream | None) -> None:
+    if _grad() and _node() is None:
+        if len(_ran) > _REMEMBERED:
+            _forget_half()
+        _ran[_sequence()] = place
+
+
+def _forget_half() -> None:
+    for old in list(_ran)[: _REMEMBERED // 2]:
+        _ran.pop(old, None)
+
+
+def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
+    if written:
+        return place_of(written[0])
+    node = _node()
+    if node is not None:
+        try:
+            return _ran[node._sequence_nr() + 1]
+        except KeyError:
+            pass
+    if _running.at is not None:
+        return _running.at[0]
+    latest: RemoteTensor | None = None
+    for each in tensors:
+        if type(each) is RemoteTensor:
+            if each._handle.anchor:
+                return each._handle.stream
+            if latest is None or each._handle.name > latest._handle.name:
+                latest = each
+        elif isinstance(each, torch.nn.Parameter) or isinstance(each._base, torch.nn.Parameter):
+            return None
+    assert latest is not None
+    return latest._handle.stream
+
+
+def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator some of whose operands are remote."""
+    if op.refused is not None:
+        raise NotSupported(f"{op.name}: {op.refused}")
+    if op.composite:
+        found = op.func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+    if op.view and args[0]._meta.strided:
+        return view(op, args, kwargs)
+    if op.geometry:
+        return _in_place_geometry(op, args, kwargs)
+    if op.foreach:
+        return _foreach(op, args, kwargs)
+    if op.random and op.draws(args):
+        return _draw(op, args, kwargs)
+    if op.func is aten._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type != "cpu":
+        return _to(args[0], kwargs["device"], kwargs)
+    return post_here(op, args, kwargs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) is list or type(value) is tuple:
+            for each in value:
+                walk(each)
+        elif type(value) is dict:
+            for each in value.values():
+                walk(each)
+
+    walk(value)
+    return found
+
+
+def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied back."""
+    written = op.operands_written(args, kwargs)
+    place = _choose(tensors, written)
+    _remember(place)
+    back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        found = at_place(tensor, place)
+        if found is not tensor and any(tensor is each for each in written):
+            found = found.clone()
+            back.append((tensor, found))
+        return found
+
+    with torch.no_grad():
+        there = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    out = _here(op, *there) if place is None else post(place, op, *there)
+    with torch.no_grad():
+        for original, copy in back:
+            original.copy_(copy)
+    return _originals(op, out, args, kwargs)
+
+
+def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op.func(*args, **kwargs)
+
+
+def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Results that are operands written in place, as the operands that were given."""
+    if not any(where is not None for where in op.returned):
+        return out
+    given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
+    if len(given) == 1:
+        return given[0]
+    return tuple(each if own is None else own for each, own in zip(out, given))
+
+
+def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(where, str):
+        return kwargs.get(where)
+    return args[where] if where < len(args) else kwargs.get(op.func._schema.arguments[where].name)
+
+
+# -- posting
+
+
+def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Post an operator where its tensors lie. Those that do not lie at one place are moved first (``_mixed``)."""
+    form: list[Any] = [op.func]
+    words: list[int] = [0, 0, 0]
+    place: Stream | None = None
+    for value, number in zip(args, op.numbers):
+        if type(value) is RemoteTensor:
+            stream = value._handle.stream
+            if stream is not place:
+                if place is not None:
+                    return _mixed(op, args, kwargs, _tensors((args, kwargs)))
+                place = stream
+            form.append(value._meta)
+            words += value._words
+        elif (place := _scan(value, form, words, number, place)) is _ELSEWHERE:
+            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
+    for name, value in kwargs.items():
+        form.append(name)
+        if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
+            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
+    assert place is not None
+    grad = _grad()
+    if grad and _node() is None:
+        if len(_ran) > _REMEMBERED:
+            _forget_half()
+        _ran[_sequence()] = place
+    return _send(place, op, form, words, grad, args, kwargs)
+
+
+def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Post an operator whose tensors all lie at ``place``, if it has any."""
+    form: list[Any] = [op.func]
+    words: list[int] = [0, 0, 0]
+    for value, number in zip(args, op.numbers):
+        _scan(value, form, words, number, place)
+    for name, value in kwargs.items():
+        form.append(name)
+        _scan(value, form, words, name in op.named_numbers, place)
+    return _send(place, op, form, words, _grad(), args, kwargs)
+
+
+def _send(
+    place: Stream, op: Operator, form: list[Any], words: list[int], grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Post an operator, of this form and with these words, and make what stands for its results."""
+    key = tuple(form)
+    place.operations += 1
+    with place.lock:
+        known = place.known[grad].get(key)
+        if known is None or known.kind == _ASKED:
+            out = _ask(place, op, key, known, words, args, kwargs)
+        else:
+            words[0], words[1] = ring.OPERATION, known.number
+            kind = known.kind
+            if kind == _WRITTEN:
+                place.post(words)
+                out = None
+            else:
+                words[2] = base = next(names) << 20
+                place.post(words)
+                if kind == _ONE:
+                    nbytes, meta, offset = known.result
+                    out = wrapper(Storage(place, base, nbytes), meta, offset, -1)
+                else:
+                    out = _results(place, known, base, args, kwargs)
+    if not op.written:
+        return out
+    if op.first_written:
+        args[0]._handle.copies = None
+        return args[0]
+    for each in op.operands_written(args, kwargs):
+        each._handle.copies = None
+    return _originals(op, out, args, kwargs) if op.mutable else out
+
+
+def _scan(value: Any, form: list[Any], words: list[int], number: bool, place: Any) -> Any:
+    """Add an argument to the form of a call and to the words of this one. Returns the place of all tensors so far, of which
+    ``place`` is the one before (``None``: there was none yet), or ``_ELSEWHERE``."""
+    kind = type(value)
+    if kind is RemoteTensor:
+        form.append(value._meta)
+        words += value._words
+        stream = value._handle.stream
+        return stream if place is None or place is stream else _ELSEWHERE
+    if kind is float:
+        if number:
+            form.append(float)
+            words += _word.unpack(_bits.pack(value))
+        else:
+            form += (kind, _bits.pack(value))
+    elif kind is int and number and -(1 << 63) <= value < 1 << 63:
+        form.append(int)
+        words.append(value)
+    elif kind is list or kind is tuple:
+        form += (list, len(value))
+        for each in value:
+            if (place := _scan(each, form, words, number, place)) is _ELSEWHERE:
+                return place
+    elif kind is complex:
+        form += (kind, repr(value))
+    elif isinstance(value, torch.Tensor):
+        return _ELSEWHERE
+    elif kind is torch.Generator:
+        raise NotSupported("an operator at a worker cannot draw from a generator of this process")
+    else:
+        form += (kind, value)
+    return place
+
+
+def _takes(value: Any, place: Stream, number: bool) -> Any:
+    """As the worker is told an argument of a form."""
+    kind = type(value)
+    if kind is RemoteTensor:
+        return ("w", place.tell_meta(value._meta))
+    if kind is float and number:
+        return ("f", None)
+    if kind is int and number and -(1 << 63) <= value < 1 << 63:
+        return ("i", None)
+    if kind is list or kind is tuple:
+        return ("l", [_takes(each, place, number) for each in value])
+    return ("c", encode(value))
+
+
+def _ask(
+    place: Stream, op: Operator, form: tuple[Any, ...], known: Known | None, words: list[int], args: Any, kwargs: Any
+) -> Any:
+    """A form that is new, or whose results depend on values: the worker says what came out."""
+    if known is None:
+        takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
+        keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
+        known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
+    base = next(names) << 20
+    single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    operands = {t._handle.name: i for i, t in reversed(list(enumerate(_tensors((args, kwargs)))))}
+    tensors = _tensors((args, kwargs))
+    results: list[Any] = []
+    values: list[Any] = []
+    made: dict[int, int] = {}
+    for index, told in enumerate(described):
+        if told[0] == "n":
+            results.append(None)
+            values.append(None)
+        elif told[0] == "v":
+            return told[1] if single else [each[1] for each in described]
+        else:
+            _, plain, offset, name, nbytes = told
+            meta = meta_of(Geometry.of_plain(plain))
+            if name in operands:
+                operand = tensors[operands[name]]
+                results.append(("operand", operands[name], meta, offset - operand._offset))
+                values.append(wrapper(operand._handle, meta, offset, offset))
+            elif name in made:
+                results.append(("result", made[name], meta, offset))
+                values.append(wrapper(values[made[name]]._handle, meta, offset, offset))
+            else:
+                made[name] = index
+                results.append(("new", nbytes, meta, offset))
+                values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
+    if not (op.dynamic and op.sized_by_values(args)):
+        known.single, known.results = single, results
+        if op.mutable and all(where is not None for where in op.returned):
+            known.kind = _WRITTEN
+        elif single and results[0] is not None and results[0][0] == "new":
+            known.kind, known.result = _ONE, results[0][1:]
+        else:
+            known.kind = _SEVERAL
+    place.known[_grad()][form] = known
+    return values[0] if single else tuple(values) if not _lists(op) else values
+
+
+def _lists(op: Operator) -> bool:
+    returns = op.func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+
+
+def _results(place: Stream, known: Known, base: int, args: Any, kwargs: Any) -> Any:
+    values: list[Any] = []
+    for index, told in enumerate(known.results):
+        if told is None:
+            values.append(None)
+            continue
+        kind, value, meta, offset = told
+        if kind == "new":
+            values.append(wrapper(Storage(place, base + index, value), meta, offset, -1))
+        elif kind == "operand":
+            operand = _tensors((args, kwargs))[value]
+            values.append(wrapper(operand._handle, meta, operand._offset + offset, operand._offset + offset))
+        else:
+            values.append(wrapper(values[value]._handle, meta, offset, offset))
+    return values[0] if known.single else values
+
+
+# -- views: a storage and a geometry, nothing is posted
+
+_views: dict[tuple[Any, ...], Any] = {}
+
+
+def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view, or several, of a strided remote tensor."""
+    base = args[0]
+    if not op.kept or kwargs:
+        known = _new_view(op, args, kwargs)
+    else:
+        form = (op.func, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
+        known = _views.get(form)
+        if known is None:
+            known = _views[form] = _new_view(op, args, kwargs)
+    if type(known) is list:
+        return [_over(base, *each) for each in known]
+    meta, ahead = known
+    offset = base._offset + ahead
+    whole = meta is base._meta and ahead == 0 and base._words[1] == -1
+    return wrapper(base._handle, meta, offset, -1 if whole else offset)
+
+
+def _over(base: RemoteTensor, meta: Meta, ahead: int) -> RemoteTensor:
+    offset = base._offset + ahead
+    whole = meta is base._meta and ahead == 0 and base._words[1] == -1
+    return wrapper(base._handle, meta, offset, -1 if whole else offset)
+
+
+def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    with _BELOW(_PYTHON):
+        found = op.func(*args, **kwargs)
+    if isinstance(found, torch.Tensor):
+        return meta_of(geometry(found)), found.storage_offset() - base._offset
+    return [(meta_of(geometry(each)), each.storage_offset() - base._offset) for each in found]
+
+
+def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    with _BELOW(_PYTHON):
+        op.func(*args, **kwargs)
+    _refresh(tensor)
+    return tensor
+
+
+def _refresh(tensor: RemoteTensor) -> None:
+    """The tensor's geometry has changed here."""
+    meta, offset = meta_of(geometry(tensor)), tensor.storage_offset()
+    if meta is not tensor._meta or offset != tensor._offset:
+        tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
+
+
+# -- lists of tensors, random numbers, other places
+
+
+def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on lists, whose elements may lie at several places: by the places of its first list."""
+    first = args[0]
+    places = [place_of(each) for each in first]
+    distinct = list(dict.fromkeys(places))
+    if len(distinct) == 1:
+        return _foreach_at(distinct[0], op, args, kwargs)
+    length = len(first)
+    gathered: list[Any] = [None] * length
+    for place in distinct:
+        chosen = [index for index, each in enumerate(places) if each is place]
+
+        def part(value: Any, chosen: list[int] = chosen) -> Any:
+            each = type(value) in (list, tuple) and len(value) == length
+            return [value[index] for index in chosen] if each else value
+
+        out = _foreach_at(place, op, tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
+        for index, each in zip(chosen, out or ()):
+            gathered[index] = each
+    return gathered if _lists(op) else None
+
+
+def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = _tensors((args, kwargs))
+    if any(place_of(each) is not place for each in tensors):
+        return _mixed(op, args, kwargs, tensors)
+    return _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+
+
+def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers come from this process's generator, so that they are those of one process."""
+    tensors = _tensors((args, kwargs))
+    written = op.operands_written(args, kwargs)
+    place = _choose(tensors, written)
+    _remember(place)
+    fills = op.fills
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not RemoteTensor:
+            return tensor
+        if fills and any(tensor is each for each in written):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        found = at_place(tensor, None)
+        return found.clone() if any(tensor is each for each in written) else found
+
+    with torch.no_grad():
+        home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
+        out = op.func(*home_args, **home_kwargs)
+        if written:
+            for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
+                if original is not filled:
+                    aten.copy_.default(original, at_place(filled, place_of(original)))
+            return _originals(op, out, args, kwargs)
+        return tree_map_only(torch.Tensor, lambda each: at_place(each, place), out)
+
+
+def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> Any:
+    moved = at_place(tensor, place_named(device))
+    moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
+    rest = {name: value for name, value in kwargs.items() if name != "device"}
+    wanted = kwargs.get("dtype")
+    if wanted is not None and wanted is not tensor.dtype or kwargs.get("memory_format") is not None:
+        return aten._to_copy.default(moved, **rest)
+    return moved
+
+
+def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor at a worker."""
+    op = operator(aten.empty_strided.default)
+    return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})

@@ -1,0 +1,553 @@
+"""The worker's end of a command stream: a thread that runs a caller's operations in order, on tensors that lie here.
+
+A message is ``[kind, words...]`` (``ring.py``). ``name`` is the number of a tensor, never used twice; ``at`` is -1 for the
+tensor as it was made, else the offset of a view in elements.
+
+==========  ==========================================================================================================
+OPERATION   signature, first new name, operands and numbers as the signature says: run; results get new names
+ASK         as OPERATION; what came out is answered
+FREE        names
+META        number, length, geometry as text
+SIGNATURE   number, length, signature as text: operator, operands, what comes out (nothing until it was asked once)
+INLINE      new name, meta, first element's address modulo 64, length, bytes: a small tensor of the caller's
+LAND        new name, meta, source, region, offset, shift: what the source has written there
+SEND        name, at, meta, target, region, offset, shift: write it there and tell the target
+FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
+CHECK       question: answered when all before it has been run
+RESET       the caller knows of the error: go on
+STATE       length, text: flags of torch under which operations run
+LAST        the stream ends
+==========  ==========================================================================================================
+
+Errors: one that happens in ASK is the answer, and nothing is changed but what the operator has changed. One in OPERATION is kept:
+nothing more is run, everything named from then on is *void*, and so is what is sent to other workers, whose streams then do the
+same. The next answer is the error; RESET, which the caller posts to all its streams, ends that state. What is void stays so.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..transport import Channel, PeerLost, RdmaError, RemoteRegion, kernels
+from . import ring
+from .geometry import Geometry, bare, dressed, geometry, over, room, view
+from .plain import decode, dump_error, load
+
+REPLY_BYTES = 1 << 16
+_FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
+_HEAD_BYTES = 64
+_FINE, _VOID = 0, 1
+_END_S = 5.0
+
+
+class Void:
+    """In the place of a tensor that was not computed."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: bytes) -> None:
+        self.error = error
+
+
+class Signature:
+    """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are.
+    ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
+    for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for."""
+
+    __slots__ = ("expected", "func", "grad", "keywords", "takes")
+
+    def __init__(self, told: tuple[Any, ...], metas: dict[int, Geometry], device: torch.device) -> None:
+        name, takes, keywords, self.grad = told
+        self.func = _overload(name)
+        self.takes = [_taken(each, device) for each in takes]
+        self.keywords = [(key, _taken(each, device)) for key, each in keywords]
+        self.expected: list[tuple[Geometry, int, bool] | None] | None = None
+
+
+def _overload(name: str) -> Any:
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
+    kind, value = told
+    if kind == "c":
+        found = decode(value)
+        return kind, device if isinstance(found, torch.device) else found
+    return (kind, [_taken(each, device) for each in value]) if kind == "l" else (kind, value)
+
+
+class Runner:
+    """One stream. ``start`` begins its thread; ``stop`` may be called by any thread."""
+
+    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device, threads: int) -> None:
+        self.channel, self.channels, self.device, self.threads = channel, channels, device, threads
+        self.values: dict[int, Any] = {}
+        self.metas: dict[int, Geometry] = {}
+        self.signatures: dict[int, Signature] = {}
+        self.regions: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        """Memory of ours, by number, into which the caller or another worker writes."""
+        self.remote: dict[int, Landing] = {}
+        """Memory of other workers, by number, into which we write."""
+        self.sources: dict[int, tuple[Channel, int]] = {}
+        """The channel of each other worker that sends to us, and the number of its notifications."""
+        self.arrived: dict[int, int] = {}
+        self.void: Void | None = None
+        self.stopped = False
+        self.large: dict[int, bytes] = {}
+        self.operations = 0
+        self._told = 0
+        self._told_at = 0.0
+        self._position = 0
+
+    def open(self, reply: bytes, done: bytes, notify: int) -> tuple[bytes, int]:
+        """Take the caller's memory for answers and progress; returns the ring's descriptor and its notification number."""
+        channel, device = self.channel, self.channel.device
+        self._ring_memory = channel.empty(ring.RING_WORDS * ring.WORD, dtype=torch.uint8)
+        self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
+        self._done_memory = channel.empty(64, dtype=torch.uint8)
+        self._reply, self._done = (memoryview(t.numpy()).cast("B") for t in (self._reply_memory, self._done_memory))
+        self._reply_window = channel.window(RemoteRegion.load(reply), self._reply_memory, notify=notify)
+        self._done_window = channel.window(RemoteRegion.load(done), self._done_memory, notify=notify + 1)
+        number = channel.take_numbers(1)
+        self.ring = ring.RingReader(channel, self._ring_memory, number)
+        self._run: dict[int, Callable[[list[int], int], int]] = {
+            ring.OPERATION: self._operation,
+            ring.ASK: self._ask,
+            ring.FREE: self._free,
+            ring.META: self._meta,
+            ring.SIGNATURE: self._signature,
+            ring.INLINE: self._inline,
+            ring.LAND: self._land,
+            ring.SEND: self._send,
+            ring.FETCH: self._fetch,
+            ring.CHECK: self._check,
+            ring.RESET: self._reset,
+            ring.STATE: self._state,
+        }
+        self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
+        self.thread.start()
+        return device.export(self._ring_memory), number
+
+    def region(self, number: int, source: str, nbytes: int) -> tuple[bytes, int]:
+        """Memory for what ``source`` sends ("" is the caller): its descriptor, and the notification that announces it."""
+        channel = self.channels(source) if source else self.channel
+        memory = channel.device.arena.note(channel.empty(nbytes, dtype=torch.uint8), "what streams send")
+        notify = channel.take_numbers(1) if source else 0
+        self.regions[number] = memory, memoryview(memory.numpy()).cast("B")
+        if source:
+            self.sources[number] = channel, notify
+            self.arrived[number] = kernels.load(channel.count(notify).record)
+        return channel.device.export(memory), notify
+
+    def reach(self, number: int, target: str, descriptor: bytes, notify: int) -> None:
+        """Memory of another worker's."""
+        self.remote[number] = Landing(self.channels(target), RemoteRegion.load(descriptor), notify)
+
+    def stop(self) -> None:
+        """End the stream. Returns when nothing of it runs any more, or after some seconds."""
+        self.stopped = True
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_END_S)
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self.threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(True):
+                self._loop()
+        except RdmaError:
+            pass  # the caller has gone, or we leave
+        finally:
+            self.stopped = True
+            self.values.clear()
+            self.signatures.clear()
+            self.regions.clear()
+
+    def _loop(self) -> None:
+        reader = self.ring
+        while not self.stopped:
+            if not reader.look():
+                self._tell()
+                if not reader.wait():
+                    self.channel.check()
+                    continue
+            start = reader.read
+            words = reader.take()
+            at, end = 0, len(words)
+            while at < end:
+                head = words[at]
+                if head & 255 == ring.LAST:
+                    self.stopped = True
+                    break
+                self._position = start + at
+                self._run[head & 255](words, at + 1)
+                at += head >> 8
+            if reader.read - self._told > ring.RING_WORDS // 8 or time.monotonic() - self._told_at > ring.TOLD_S:
+                self._tell()
+
+    def _tell(self) -> None:
+        if self._told != self.ring.read:
+            self._told, self._told_at = self.ring.read, time.monotonic()
+            _WORD.pack_into(self._done, 0, self._told)
+            self._done_window.put(0, 8)
+
+    def _answer(self, question: int, value: Any) -> None:
+        blob = pickle.dumps(value, 5)
+        if len(blob) > REPLY_BYTES - 16:
+            self.large[question] = blob
+            blob = pickle.dumps(("large", None), 5)
+        _WORD.pack_into(self._reply, 0, question)
+        _WORD.pack_into(self._reply, 8, len(blob))
+        self._reply[16 : 16 + len(blob)] = blob
+        self._tell()
+        self._reply_window.put(0, 16 + len(blob))
+
+    # -- operations
+
+    def _operation(self, words: list[int], at: int) -> None:
+        if self.void is not None:
+            return
+        try:
+            found = self.signatures[words[at]]
+            result = self._call(found, words, at + 2)
+            self._name(found, words[at + 1], result)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.void = Void(dump_error(error, self._position))
+
+    def _call(self, signature: Signature, words: list[int], at: int) -> Any:
+        self.operations += 1
+        if signature.grad is not torch.is_grad_enabled():
+            torch._C._set_grad_enabled(signature.grad)
+        arguments: list[Any] = []
+        for kind, value in signature.takes:
+            if kind == "w":
+                arguments.append(self._tensor(words[at], words[at + 1], value))
+                at += 2
+            elif kind == "c":
+                arguments.append(value)
+            elif kind == "f":
+                arguments.append(_FLOAT.unpack(_WORD.pack(words[at]))[0])
+                at += 1
+            else:
+                found, at = self._argument(kind, value, words, at)
+                arguments.append(found)
+        if not signature.keywords:
+            return signature.func(*arguments)
+        keywords: dict[str, Any] = {}
+        for key, (kind, value) in signature.keywords:
+            keywords[key], at = self._argument(kind, value, words, at)
+        return signature.func(*arguments, **keywords)
+
+    def _argument(self, kind: str, value: Any, words: list[int], at: int) -> tuple[Any, int]:
+        if kind == "c":
+            return value, at
+        if kind == "w":
+            return self._tensor(words[at], words[at + 1], value), at + 2
+        if kind == "f":
+            return _FLOAT.unpack(_WORD.pack(words[at]))[0], at + 1
+        if kind == "i":
+            return words[at], at + 1
+        found = []
+        for inner, each in value:
+            one, at = self._argument(inner, each, words, at)
+            found.append(one)
+        return found, at
+
+    def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
+        found = self.values.get(name)
+        if type(found) is Void or found is None:
+            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor is gone"), self._position)))
+        return found if at == -1 else view(found, self.metas[meta], at)
+
+    def _name(self, signature: Signature, name: int, result: Any) -> None:
+        """Name what came out, if it is what the caller takes it for."""
+        results = result if type(result) in (list, tuple) else (result,)
+        expected = signature.expected
+        if expected is None or len(results) != len(expected):
+            raise RuntimeError(f"{signature.func} gave {len(results)} results, and another number before")
+        for each, told in zip(results, expected):
+            if told is not None:
+                wanted, offset, named = told
+                if each.shape != wanted.shape or each.dtype is not wanted.dtype or each.layout is not wanted.layout:
+                    raise _changed(signature, each, wanted)
+                if wanted.layout is torch.strided and (each.stride() != wanted.strides or named and each.storage_offset() != offset):
+                    raise _changed(signature, each, wanted)
+                if named:
+                    self.values[name] = each
+            elif isinstance(each, torch.Tensor):
+                raise _changed(signature, each, None)
+            name += 1
+
+    def _ask(self, words: list[int], at: int) -> None:
+        """Words: question, then as OPERATION."""
+        question = words[at]
+        if self.void is not None:
+            self._answer(question, ("late", self.void.error))
+            return
+        try:
+            found = self.signatures[words[at + 1]]
+            result = self._call(found, words, at + 3)
+            self._answer(question, ("ok", self._describe(found, words[at + 2], result, self._operands(found, words, at + 3))))
+        except _Voided as error:
+            self._answer(question, ("late", error.void.error))
+        except BaseException as error:
+            self._answer(question, ("error", dump_error(error, self._position)))
+
+    def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
+        """(name, tensor) of all operands."""
+        found: list[tuple[int, torch.Tensor]] = []
+
+        def walk(kind: str, value: Any, at: int) -> int:
+            if kind == "w":
+                found.append((words[at], self.values[words[at]]))
+                return at + 2
+            if kind == "l":
+                for each in value:
+                    at = walk(*each, at)
+                return at
+            return at if kind == "c" else at + 1
+
+        for kind, value in (*signature.takes, *(each for _, each in signature.keywords)):
+            at = walk(kind, value, at)
+        return found
+
+    def _describe(self, signature: Signature, name: int, result: Any, operands: list[tuple[int, torch.Tensor]]) -> list[Any]:
+        """Name what came out of an ASK and say what it is: whether it is one result and not a sequence, then for each result
+        ("t", geometry, offset, name, storage's bytes), ("n",) for no tensor, or ("v", value). A tensor over an operand's
+        storage, or an earlier result's, has that one's name."""
+        single = type(result) not in (list, tuple)
+        known = [(key, tensor) for key, tensor in operands if type(tensor) is torch.Tensor and tensor.layout is torch.strided]
+        found: list[Any] = []
+        signature.expected = []
+        for each in (result,) if single else result:
+            if not isinstance(each, torch.Tensor):
+                found.append(("n",) if each is None else ("v", each))
+                signature.expected.append(None)
+                name += 1
+                continue
+            own, offset, nbytes = name, 0, 0
+            if each.layout is torch.strided:
+                storage = each.untyped_storage()
+                own = next((key for key, tensor in known if tensor.untyped_storage()._cdata == storage._cdata), name)
+                offset, nbytes = each.storage_offset(), storage.nbytes()
+            else:
+                each = each.clone()  # it may hold on to operands' memory, which the caller would give to others
+            if own == name:
+                self.values[name] = each
+                known.append((name, each))
+            found.append(("t", geometry(each).plain(), offset, own, nbytes))
+            signature.expected.append((geometry(each), offset, own == name))
+            name += 1
+        return [single, found]
+
+    # -- tables, frees
+
+    def _free(self, words: list[int], at: int) -> None:
+        for name in words[at : at + (words[at - 1] >> 8) - 1]:
+            self.values.pop(name, None)
+
+    def _meta(self, words: list[int], at: int) -> None:
+        self.metas[words[at]] = Geometry.of_plain(load(words, at + 1))
+
+    def _signature(self, words: list[int], at: int) -> None:
+        try:
+            self.signatures[words[at]] = Signature(load(words, at + 1), self.metas, self.device)
+        except BaseException as error:
+            self._fail(error)
+
+    def _check(self, words: list[int], at: int) -> None:
+        self._answer(words[at], ("ok", None) if self.void is None else ("late", self.void.error))
+
+    def _reset(self, words: list[int], at: int) -> None:
+        self.void = None
+
+    def _state(self, words: list[int], at: int) -> None:
+        apply_state(load(words, at))
+
+    # -- tensors that come and go
+
+    def _inline(self, words: list[int], at: int) -> None:
+        name, meta, shift, nbytes = words[at : at + 4]
+        geometry = self.metas[meta]
+        blob = struct.pack(f"<{-(-nbytes // 8)}q", *words[at + 4 : at + 4 + -(-nbytes // 8)])[:nbytes]
+        flat = torch.empty(room(geometry, shift)[0] + 64, dtype=torch.uint8)
+        start = (shift - flat.data_ptr()) % 64
+        flat[start : start + nbytes] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if nbytes else flat[:0]
+        if start % geometry.dtype.itemsize:
+            flat, start = flat[start:].clone(), 0
+        tensor = torch.empty(0, dtype=geometry.dtype)
+        tensor.set_(flat.untyped_storage(), start // geometry.dtype.itemsize, geometry.shape, geometry.strides)
+        self.values[name] = self._placed(dressed(tensor, geometry))
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def _land(self, words: list[int], at: int) -> None:
+        name, meta, region, offset, shift = words[at : at + 5]
+        memory, buffer = self.regions[region]
+        if region in self.sources:
+            self._await(region)
+            if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
+                source = self.sources[region][0].peer
+                self.void = self.void or Void(dump_error(Derived(f"worker {source} has not computed it"), self._position))
+            offset += _HEAD_BYTES
+        if self.void is not None:
+            self.values[name] = self.void
+            return
+        geometry = self.metas[meta]
+        self.values[name] = self._placed(dressed(over(buffer, offset + shift, geometry), geometry))
+
+    def _await(self, region: int) -> None:
+        """Wait until the next thing has come from the worker that writes into this region."""
+        channel, notify = self.sources[region]
+        record, target = channel.count(notify).record, self.arrived[region] + 1
+        while kernels.load(record) < target:
+            if kernels.wait_count(record, target, kernels.SPIN, kernels.SLICE_NS, channel.port) != kernels.OK:
+                if self.stopped:
+                    raise PeerLost("the stream ends", peer=self.channel.peer)
+                self.channel.check()
+                if channel.error is not None:
+                    self._fail(channel.error)
+                    return
+        self.arrived[region] = target
+
+    def _send(self, words: list[int], at: int) -> None:
+        name, view_at, meta, target, offset, shift = words[at : at + 6]
+        landing, tensor = self.remote[target], None
+        if self.void is None:
+            try:
+                tensor = self._tensor(name, view_at, meta)
+            except BaseException as error:
+                self._fail(error)
+        try:
+            landing.write(offset, shift, tensor)
+        except RdmaError as error:
+            if self.void is None:
+                self._fail(error)
+
+    def _fetch(self, words: list[int], at: int) -> None:
+        name, view_at, meta, question, shift, length = words[at : at + 6]
+        if self.void is not None:
+            self._answer(question, ("late", self.void.error))
+            return
+        try:
+            tensor = self._tensor(name, view_at, meta).cpu()
+            if length == 0:
+                self._answer(question, ("ok", raw(bare(tensor))))
+                return
+            descriptor = struct.pack(f"<{-(-length // 8)}q", *words[at + 6 : at + 6 + -(-length // 8)])[:length]
+            write_strided(self.channel, RemoteRegion.load(descriptor), shift, bare(tensor), None)
+            self._answer(question, ("ok", None))
+        except _Voided as error:
+            self._answer(question, ("late", error.void.error))
+        except BaseException as error:
+            self._answer(question, ("error", dump_error(error, self._position)))
+
+
+class Derived(RdmaError):
+    """What was to come from another worker has not been computed there: that worker's error is the reason."""
+
+
+class _Voided(Exception):
+    """An operand was not computed."""
+
+    def __init__(self, void: Void) -> None:
+        self.void = void
+        super().__init__("an operand was not computed")
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes from the first to the last element of a bare tensor."""
+    if not tensor.numel():
+        return b""
+    flat = tensor.as_strided((geometry(tensor).span,), (1,))
+    return flat.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dtype.itemsize else b""
+
+
+def _changed(signature: Signature, found: torch.Tensor, wanted: Geometry | None) -> RuntimeError:
+    return RuntimeError(
+        f"{signature.func} gave {geometry(found)}, and {wanted} before, for operands of the same shapes: sizes of its results "
+        "depend on values"
+    )
+
+
+class Landing:
+    """Memory of another process into which tensors are written. One thread."""
+
+    def __init__(self, channel: Channel, remote: RemoteRegion, notify: int | None) -> None:
+        self.channel, self.remote, self.notify = channel, remote, notify
+        self.mapped = channel.map(remote)
+
+    def write(self, offset: int, shift: int, tensor: torch.Tensor | None) -> None:
+        """Write a tensor (``None``: it is void) behind a header, and announce it."""
+        head = (_VOID if tensor is None else _FINE).to_bytes(_HEAD_BYTES, "little")
+        mapped = self.mapped
+        if tensor is not None:
+            self.put(offset + _HEAD_BYTES, shift, bare(tensor.cpu()))
+        if mapped is not None:
+            mapped.begin()
+            mapped.memory[offset : offset + _HEAD_BYTES] = head
+            mapped.end()
+        else:
+            blob = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            self.channel.memcpy(self.remote[offset : offset + _HEAD_BYTES], registered(self.channel, blob)).wait()
+        assert self.notify is not None
+        self.channel.notify(self.notify)
+
+    def put(self, offset: int, shift: int, tensor: torch.Tensor) -> None:
+        """Write the numbers of a bare tensor, with its strides. They are there when anything that this thread sends later is."""
+        nbytes = room(geometry(tensor), shift)[0]
+        write_strided(self.channel, self.remote[offset : offset + nbytes], shift, tensor, self.mapped, offset)
+
+
+def registered(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
+    if not channel.registered_only:
+        return tensor
+    return channel.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def write_strided(
+    channel: Channel, remote: RemoteRegion, shift: int, tensor: torch.Tensor, mapped: Any, offset: int = 0
+) -> None:
+    """Write a bare tensor to ``shift`` bytes behind the start of ``remote``, with its strides. ``mapped``: memory of the peer in
+    which ``remote`` begins at ``offset``, if it is mapped already."""
+    if not tensor.numel():
+        return
+    if mapped is None:
+        mapped, offset = channel.map(remote), 0
+    if mapped is not None:
+        mapped.begin()
+        try:
+            over(mapped.memory, offset + shift, geometry(tensor)).copy_(tensor)
+        finally:
+            mapped.end()
+        return
+    shape = geometry(tensor)
+    flat = tensor.as_strided((shape.span,), (1,))
+    if shape.span != shape.numel:  # the gaps belong to others: what they hold must not leave this process
+        flat = torch.zeros(shape.span, dtype=shape.dtype)
+        flat.as_strided(shape.shape, shape.strides).copy_(tensor)
+    flat = flat.view(torch.uint8) if flat.dtype is not torch.uint8 else flat
+    channel.memcpy(remote[shift : shift + flat.numel()], registered(channel, flat)).wait()
+
+
+def apply_state(told: dict[str, Any]) -> None:
+    """Flags of torch that change what operators compute."""
+    torch.use_deterministic_algorithms(told["deterministic"], warn_only=told["warn_only"])
+    torch.backends.mkldnn.set_flags(told["mkldnn"]) if hasattr(torch.backends.mkldnn, "set_flags") else None
+    torch.set_flush_denormal(told["flush_denormal"])
