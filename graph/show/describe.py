@@ -10,15 +10,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..plan.analyze import TransferGraph, Value
-from ..plan.place import ACTIVATION, GRADIENT, Edge, Placement
-from ..plan.program import names_in
-from ..trace.sites import Site
-from ..wire.header import HEADER_BYTES
 from .drawing import draw
 from .records import Crossing, SegmentRecord, Use, WorkerRecord
 from .tables import Histogram, histogram, table
@@ -102,7 +96,7 @@ class Transfers:
         rows = [
             (c.name, c.producer, c.source, c.target, str(c.first or ""), str(c.last or ""), "yes" if c.needs_gradient else "no")
             for c in self.crossings
-            if c.kind == ACTIVATION
+            if c.kind == "activation"
         ]
         return table(head, rows)
 
@@ -158,105 +152,33 @@ def load(path: str | os.PathLike[str]) -> list[Transfers]:
 
 
 def describe(
-    placement: Placement, parameter_bytes: Mapping[str, int] | None = None, staged: Mapping[int, tuple[int, str]] | None = None
+    caller: str,
+    crossings: Sequence[Crossing],
+    parameter_bytes: Mapping[str, int],
+    parts: Mapping[str, Sequence[str]] | None = None,
 ) -> Transfers:
-    """``parameter_bytes``: of the model, by worker; ``staged``: bytes so far and why, by number of the edge. Without a
-    graph (control edges, parameters that are served) the operations stay unnamed."""
-    known = {} if parameter_bytes is None else parameter_bytes
-    copied = {} if staged is None else staged
-    crossings = tuple(
-        dataclasses.replace(_crossing(placement.graph, edge), staged=nbytes, why=why)
-        for edge in placement.edges
-        for nbytes, why in [copied.get(edge.number, (0, ""))]
-    )
-    segments: list[SegmentRecord] = []
-    parts: dict[str, dict[str, None]] = {}
-    for segment in placement.graph.segments if placement.graph is not None else ():
-        operations = tuple(map(str, segment.instructions))
-        segments.append(SegmentRecord(segment.number, segment.worker, segment.level, operations, segment.backward))
-        modules = [str(step) for step in segment.instructions if step.kind == "module"]
-        parts.setdefault(segment.worker, {}).update(dict.fromkeys(modules))
-    workers = tuple(
+    """``parameter_bytes``: of the model, by worker; ``parts``: the modules that each runs. Workers are listed in the order of
+    their first crossing, the caller first."""
+    ran = {} if parts is None else parts
+    ends = [name for crossing in crossings for name in (crossing.source, crossing.target)]
+    workers = [
         WorkerRecord(
             name,
-            known.get(name, 0),
+            parameter_bytes.get(name, 0),
             sum(c.nbytes or 0 for c in crossings if c.target == name),
             sum(c.nbytes or 0 for c in crossings if c.source == name),
             sum(c.slot_bytes for c in crossings if c.target == name),
-            tuple(parts.get(name, ())),
+            tuple(ran.get(name, ())),
         )
-        for name in dict.fromkeys([*placement.workers, *known])
-    )
-    depth = min((edge.depth for edge in placement.edges), default=0)
-    reordered = tuple(placement.graph.reordered) if placement.graph is not None else ()
-    return Transfers(placement.number, placement.caller, depth, crossings, workers, tuple(segments), reordered)
+        for name in dict.fromkeys([caller, *ends, *parameter_bytes])
+    ]
+    depth = min((crossing.depth for crossing in crossings), default=0)
+    return Transfers(0, caller, depth, tuple(crossings), tuple(workers), ())
 
 
 def shape_text(crossing: Crossing) -> str:
     """``float32[8, ?]``"""
     return f"{crossing.dtype}[{', '.join('?' if n is None else str(n) for n in crossing.shape)}]"
-
-
-def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
-    shape = tuple(n if n >= 0 else None for n in edge.shape)
-    known = [n for n in shape if n is not None]
-    plain = Crossing(
-        number=edge.number,
-        name=edge.value,
-        kind=edge.kind,
-        source=edge.source,
-        target=edge.target,
-        shape=shape,
-        dtype=str(edge.dtype).removeprefix("torch."),
-        nbytes=prod(known) * edge.dtype.itemsize if len(known) == len(shape) else None,
-        depth=edge.depth,
-        slot_bytes=edge.depth * (HEADER_BYTES + edge.nbytes),
-        static=edge.static,
-        device=edge.device,
-    )
-    value = None if graph is None else graph.values.get(edge.value)
-    if graph is None or value is None:
-        return plain
-    producer = _producer(graph, value)
-    if edge.kind == GRADIENT:
-        users = [use.operation for use in _uses(graph, value, edge.source) if graph.segments[use.segment].backward]
-        maker = "backward of " + ", ".join("the loss" if user == "output" else user for user in dict.fromkeys(users))
-        use = Use(value.producer, f"backward of {producer}")
-        return dataclasses.replace(plain, producer=maker, allocator=maker, first=use, last=use)
-    uses = _uses(graph, value, edge.target)
-    return dataclasses.replace(
-        plain,
-        needs_gradient=graph.returns_gradient(value, edge.target),
-        trigger=value.trigger,
-        producer=producer,
-        allocator=f"slot of {value.slot_of}" if value.slot_of else str(value.site or ""),
-        site=value.site,
-        first=uses[0] if uses else None,
-        last=uses[-1] if uses else None,
-    )
-
-
-def _producer(graph: TransferGraph, value: Value) -> str:
-    if value.trigger:
-        return "start"
-    for step in graph.segments[value.producer].instructions:
-        if value.name in step.results:
-            return str(step)
-    return value.name
-
-
-def _uses(graph: TransferGraph, value: Value, worker: str) -> list[Use]:
-    """The operations of a worker that read a value, in order; for a trigger, the operations that it starts."""
-    found = []
-    for number in value.consumers:
-        segment = graph.segments[number]
-        if segment.worker != worker:
-            continue
-        steps = [step for step in segment.instructions if value.trigger or value.name in names_in((step.args, step.kwargs))]
-        found += [Use(number, str(step)) for step in (steps[:1] if value.trigger else steps)]
-    if worker == graph.caller and value.name in names_in(graph.output):
-        found.append(Use(max(n for n in value.consumers if graph.segments[n].worker == worker), "output"))
-    return found
 
 
 def _plan(plan: dict[str, Any]) -> Transfers:
@@ -269,7 +191,6 @@ def _plan(plan: dict[str, Any]) -> Transfers:
                 **{
                     **crossing,
                     "shape": tuple(crossing["shape"]),
-                    "site": crossing["site"] and Site(**crossing["site"]),
                     "first": crossing["first"] and Use(**crossing["first"]),
                     "last": crossing["last"] and Use(**crossing["last"]),
                 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trace.sites import Site
-
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -24,9 +22,8 @@ class Crossing:
 
     ``shape`` has ``None`` where a dimension is free, and then ``nbytes`` (of the payload) is ``None``. ``depth`` counts the
     slots, which take ``slot_bytes`` at the target; ``device`` is where it wants the tensor (empty: the CPU). ``producer`` is
-    the traced operation whose result it is, and ``allocator`` says whose memory is sent: ``site`` in words, or the slot in
-    which it was received. ``first`` and ``last`` use it at the target. ``needs_gradient``: a gradient comes back. ``trigger``:
-    carries nothing, only starts a segment. ``staged``: bytes that were copied besides the transfer so far, and ``why``. A
+    the operation whose result it is, and ``allocator`` says whose memory is sent. ``first`` and ``last`` use it at the target.
+    ``needs_gradient``: a gradient comes back. ``trigger``: carries nothing, only starts a segment. ``staged``: bytes that were copied besides the transfer so far, and ``why``. A
     tensor with several targets is several crossings of one ``name``.
     """
 
@@ -45,7 +42,6 @@ class Crossing:
     trigger: bool = False
     producer: str = ""
     allocator: str = ""
-    site: Site | None = None
     first: Use | None = None
     last: Use | None = None
     device: str = ""

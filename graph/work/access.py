@@ -22,13 +22,13 @@ from ..guards.kept import Kept, plain
 from ..guards.side_effects import Globals, changes_there, code_in
 from ..plan.place import REPORT_BYTES
 from ..plan.replicas import Replica
+from ..servers.updates import copied
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, cannot_cross, changes_argument, check_result, encode, leaves_of, map_tensors, sparse
 from ..trace.watch import untouched
 from ..trace.writes import Registered, aliases
 from .command import WorkerError
-from .remote_update import copied
 from .run import KEPT_HINT
 
 INTERNAL = frozenset(vars(nn.Module()))

@@ -16,13 +16,13 @@ from ..edges.station import Fittings, Leased, Offer, Station
 from ..guards.side_effects import Followed, has_code
 from ..plan.place import REPORT_BYTES, Placement, report_bytes
 from ..plan.program import Machine
+from ..servers.updates import build_optimizer, copy_state, load_saved, load_state, read_numbers
 from ..wire.header import Header
 from . import stored
 from .access import Access
 from .command import NOTHING, STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
-from .remote_update import build_optimizer, copy_state, load_saved, load_state, read_numbers
 from .remote_values import Operation, perform
 
 if TYPE_CHECKING:

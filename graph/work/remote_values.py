@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...transport import NotSupported
-from .remote_update import copied
+from ..servers.updates import copied
 
 VALUE, DATA, GRAD = range(3)
 """Of a ``Place``: the parameter itself; the same without its version counter (``.data``); its gradient."""

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..graph.servers import errors
 from ..graph.work import command
 from ..transport import RdmaError
 from . import plumbing
@@ -253,7 +254,7 @@ def use(permits: Permits | None) -> None:
         loads = load_plain = load_called = pickle.loads
     else:
         loads, load_plain, load_called = permits.loads, permits.load_plain, permits.load_called
-    command.loads = loads
+    command.loads = errors.loads = loads
 
 
 def method(value: Any, name: str) -> Callable[..., Any]:

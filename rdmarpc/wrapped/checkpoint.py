@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..calls import agent as _agent
+from ..graph.servers.updates import load_state
 from ..graph.work import stored
-from ..graph.work.remote_update import load_state
 from ..graph.work.stored import Piece
 from ..parts.parameter import RemoteParameter
 from . import optimizer as remote_optimizer

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..calls import agent as _agent
-from ..graph.show.describe import Transfers, describe
+from ..graph.show.describe import Transfers
+from ..graph.show.of_plan import described
 from ..graph.trace import values
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
@@ -305,7 +306,7 @@ class WrappedModel(nn.Module):
         ``save`` and ``draw``, and print as tables."""
         state = state_of(self)
         parameters, staged = state.parameter_bytes(), state.staged()
-        return [describe(placement, parameters, staged) for placement in state.session.caller.plans.placements()]
+        return [described(placement, parameters, staged) for placement in state.session.caller.plans.placements()]
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``); with ``everywhere`` those of the model's other workers are added.

@@ -22,8 +22,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
+from ..graph.servers.updates import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of, refuse_scaling
 from ..graph.work.command import STEP, Command
-from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of, refuse_scaling
 from ..ground.advice import warn
 from ..parts.parameter import Owners, RemoteParameter
 from ..transport import NotSupported

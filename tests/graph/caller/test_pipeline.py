@@ -19,7 +19,7 @@ from rdmarpc.graph.caller.pipeline import Part
 from rdmarpc.graph.schedules.rounds import Rounds
 from rdmarpc.graph.wire.header import MicroBatch
 from rdmarpc.graph.work.command import STEP, TO_NONE, TO_ZERO, Command
-from rdmarpc.graph.work.remote_update import numbers_of
+from rdmarpc.graph.servers.updates import numbers_of
 from rdmarpc.graph.work.tasks import FIRST, SECOND, WHOLE, Agenda, Batch, Task
 
 PLACEMENT = {"0": "w1", "1": "w1", "2": "w2"}

@@ -18,7 +18,7 @@ from rdmarpc.graph.show.describe import describe
 from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
 from rdmarpc.graph.wire.layout import dense, strides
 from rdmarpc.graph.work.command import Command, WorkerError, unpadded
-from rdmarpc.graph.work.remote_update import numbers_of, read_numbers
+from rdmarpc.graph.servers.updates import numbers_of, read_numbers
 from rdmarpc.transport import NotSupported
 
 

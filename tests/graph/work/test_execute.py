@@ -13,7 +13,7 @@ from torch import nn
 
 from rdmarpc.graph.wire.header import Header
 from rdmarpc.graph.work.command import STEP, TO_NONE, Command
-from rdmarpc.graph.work.remote_update import numbers_of
+from rdmarpc.graph.servers.updates import numbers_of
 from rdmarpc.transport import RdmaError, RemoteRegion
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rdmarpc.graph.work.remote_update import load_state
+from rdmarpc.graph.servers.updates import load_state
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
