@@ -13,11 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..graph.trace.capture import TensorSpec, module_calls, skeleton
-from ..graph.trace.methods import capture_by, methods_of
-from ..parts.placing import Places, join, own_tensors
-from ..transport import NotSupported
-
 _PASSES = 8
 _FINE = 4
 """A unit is opened while it weighs more than this part of a worker's share."""
@@ -39,8 +34,8 @@ def auto_placement(
     as little as possible.
 
     ``by="bytes"``: parameters and buffers. ``by="time"``: seconds of forward and backward, measured here on ``inputs`` and
-    ``kwargs`` with a copy of the model (median of 5). The order is that in which the forward calls the modules; of the
-    registration where no trace can tell. Large modules are opened and their children distributed, as long as that makes
+    ``kwargs`` with a copy of the model (median of 5). With inputs the order is that in which the forward of such a copy calls
+    the modules; else that of the registration. Large modules are opened and their children distributed, as long as that makes
     the heaviest run lighter by 5 %; what lies directly in an opened module goes with the first of them. Modules that share
     parameters stay together, where the first of them is.
 
@@ -55,12 +50,13 @@ def auto_placement(
         raise ValueError("by='time' measures the modules on inputs: give inputs=")
     if isinstance(inputs, torch.Tensor):
         raise ValueError("inputs= are all arguments of the forward, in a tuple: (x,), not x")
-    weigh: Weigh = _Bytes(net) if by == "bytes" else _Seconds(net, inputs or (), kwargs or {})
-    shape = skeleton(net)
+    run = None if inputs is None else _Run(net, inputs, kwargs or {})
+    weigh: Weigh = _Bytes(net) if by == "bytes" or run is None else run.seconds
+    order = None if run is None else {path: at for at, path in reversed(list(enumerate(run.order)))}
     opened: set[str] = set()
     passes: list[tuple[float, dict[str, str], set[str]]] = []
     for _ in range(_PASSES):
-        units, opened = _units(net, shape, opened, inputs, kwargs or {})
+        units, opened = _units(net, opened, order)
         groups = _tied(net, units, opened)
         weights = [weigh(group) for group in groups]
         runs = partition(weights, len(workers))
@@ -115,21 +111,14 @@ def partition(weights: Sequence[float], count: int) -> list[slice]:
 # -- units
 
 
-def _units(
-    net: nn.Module, shape: nn.Module, opened: set[str], inputs: Sequence[Any] | None, kwargs: Mapping[str, Any]
-) -> tuple[list[str], set[str]]:
-    """The modules that are distributed, in order, and which ones are open: those of ``opened`` whose forward can be traced
-    through and calls their children."""
-    units = _frontier(net, opened)
-    order = _calls(shape, units, inputs, kwargs)
+def _units(net: nn.Module, opened: set[str], order: Mapping[str, int] | None) -> tuple[list[str], set[str]]:
+    """The modules that are distributed, in order, and which ones are open: those of ``opened`` whose forward calls their
+    children. ``order``: when each module was called first."""
     if order is None:
-        opened = {path for path in opened if _list_like(net.get_submodule(path))}
         return _frontier(net, opened), opened
-    idle = {path for path in opened if not any(called == path or called.startswith(path + ".") for called in order)}
-    if idle:
-        return _units(net, shape, opened - idle, inputs, kwargs)
+    opened = {path for path in opened if any(called.startswith(path + ".") for called in order)}
     # What is never called follows what was registered before it.
-    keys, at = {}, -1
+    units, keys, at = _frontier(net, opened), {}, -1
     for path in units:
         at = order.get(path, at)
         keys[path] = at
@@ -151,39 +140,6 @@ def _frontier(net: nn.Module, opened: set[str]) -> list[str]:
 
     walk(net, "")
     return found
-
-
-def _calls(
-    shape: nn.Module, units: Sequence[str], inputs: Sequence[Any] | None, kwargs: Mapping[str, Any]
-) -> dict[str, int] | None:
-    whole = {*units}
-
-    def is_whole(path: str) -> bool:
-        return path in whole or any(path.startswith(unit + ".") for unit in units)
-
-    try:
-        if inputs is None:
-            called = module_calls(shape, is_whole)
-        else:
-            leaves, tree = pytree.tree_flatten((tuple(inputs), dict(kwargs)))
-            specs = [TensorSpec(tuple(x.shape), x.dtype, x.requires_grad) for x in leaves if isinstance(x, torch.Tensor)]
-
-            def fill(*given: Any) -> Any:
-                left = iter(given)
-                return pytree.tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], tree)
-
-            found, _ = capture_by(methods_of("fx"), shape, specs, fill, is_whole)
-            called = [str(node.target) for node in found.graph.nodes if node.op == "call_module"]
-    except NotSupported:
-        return None
-    return {path: at for at, path in reversed(list(enumerate(called)))}
-
-
-def _list_like(module: nn.Module) -> bool:
-    lists = (nn.Sequential, nn.ModuleList)
-    return not own_tensors(module) and (
-        isinstance(module, lists) or any(isinstance(child, lists) for child in module.children())
-    )
 
 
 def _tied(net: nn.Module, units: Sequence[str], opened: set[str]) -> list[list[str]]:
@@ -222,29 +178,31 @@ class _Bytes:
         return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
 
 
-class _Seconds:
-    """What every module was called with in one forward of a copy; each is run again on it when its weight is asked for."""
+class _Run:
+    """One forward of a copy: in which ``order`` it called modules (paths), and with what, so that each can be timed again."""
 
     repeats = 5
 
     def __init__(self, net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._net = copy.deepcopy(net)
+        self.order: list[str] = []
         self._calls: dict[str, list[tuple[Any, Any]]] = {}
         self._seconds: dict[str, float] = {}
         hooks = []
         for name, module in self._net.named_modules():
-            calls = self._calls[name] = []
 
-            def note(_: nn.Module, args: Any, more: Any, calls: list[tuple[Any, Any]] = calls) -> None:
-                calls.append((args, more))
+            def note(_: nn.Module, args: Any, more: Any, name: str = name) -> None:
+                self.order.append(name)
+                self._calls.setdefault(name, []).append((args, more))
 
             hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        given, more = pytree.tree_map(_fresh, (tuple(inputs), dict(kwargs)))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            self._net(*inputs, **kwargs)
+            self._net(*given, **more)
         for hook in hooks:
             hook.remove()
 
-    def __call__(self, paths: Iterable[str]) -> float:
+    def seconds(self, paths: Iterable[str]) -> float:
         return sum(self._one(path) for path in paths)
 
     def _one(self, path: str) -> float:
@@ -289,7 +247,7 @@ def _with_own_tensors(net: nn.Module, homes: dict[str, str], opened: set[str]) -
             entries.insert(list(homes).index(below[0]), (path, homes[below[0]]))
             homes = dict(entries)
     # What lies below an entry goes with it.
-    return {unit: worker for unit, worker in homes.items() if Places(homes, "").placed(unit.rpartition(".")[0]) != worker}
+    return {unit: worker for unit, worker in homes.items() if _placed(homes, unit.rpartition(".")[0]) != worker}
 
 
 def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
@@ -319,3 +277,20 @@ def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
 
 def _key(parent: str, first: int, last: int) -> str:
     return join(parent, str(first) if first == last else f"{first}-{last}")
+
+
+def _placed(homes: Mapping[str, str], path: str) -> str | None:
+    while path:
+        if path in homes:
+            return homes[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, without those of its children."""
+    return {name: tensor for name, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None}
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
