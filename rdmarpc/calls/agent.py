@@ -82,6 +82,8 @@ class Agent:
         self.options, self.rpc_timeout = options, options.rpc_timeout
         _use(options)
         self.ready = threading.Event()  # peers may connect before we are complete
+        self._before_leaving: list[Callable[[], None]] = []
+        self._before_closing: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
         """For each callback a function that returns it, or ``None`` once its owner has died."""
@@ -178,6 +180,14 @@ class Agent:
             callbacks.append(weakref.WeakMethod(callback, callbacks.remove))
         else:
             callbacks.append(lambda: callback)
+
+    def before_leaving(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` called once, before this worker tells the others that it has nothing left to do."""
+        self._before_leaving.append(callback)
+
+    def before_closing(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` called once, before the connections of this worker end."""
+        self._before_closing.append(callback)
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once, when all connections of this worker have ended for good."""
@@ -361,6 +371,7 @@ class Agent:
         """Leave the group. The local part is always done, whatever is raised. ``graceful``: after ``termination.begin``."""
         parted = False
         try:
+            _call_all(self._before_leaving, self.guard)
             if graceful:
                 self.termination.part(time.monotonic() + timeout if timeout else None)
                 parted = True
@@ -399,6 +410,7 @@ class Agent:
         self._fail_calls(error)
         self.pool.stop()
         self.losses.stop()
+        _call_all(self._before_closing, self.guard)
         self.device.close()
         self.contexts.clear()  # only now: those that still ask for one have to hear that we are gone, not that it is
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
@@ -406,11 +418,7 @@ class Agent:
             gpu.current.close()
             gpu.current = streams.current = None
         self.rrefs.close(error)
-        while self._at_close:
-            try:
-                self._at_close.pop()()
-            except Exception as reason:  # the rest has to be closed, too
-                self.guard.note(reason, "closing what this worker had")
+        _call_all(self._at_close, self.guard)
         self.pool.end()
         self.role.end()
         self.reading.close()
@@ -436,6 +444,14 @@ class Agent:
             link.lost = link.lost or error
             link.explained.set()
             self.caller.lost(link, error)
+
+
+def _call_all(callbacks: list[Callable[[], None]], guard: Guard) -> None:
+    while callbacks:
+        try:
+            callbacks.pop()()
+        except Exception as reason:  # the rest has to be closed, too
+            guard.note(reason, "closing what this worker had")
 
 
 def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:

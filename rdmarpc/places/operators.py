@@ -74,12 +74,15 @@ class Operator:
         "dynamic",
         "fills",
         "foreach",
+        "first_written",
         "func",
         "geometry",
         "kept",
         "mutable",
         "name",
+        "named_numbers",
         "numbers",
+        "plain",
         "random",
         "refused",
         "returned",
@@ -121,12 +124,14 @@ class Operator:
         self.chance = _CHANCE.get(self.name) or _CHANCE.get(base)
         self.fills = self.random and (self.name[6:] in _FILLS or bare in _FILLS and bare != "bernoulli_")
         pointwise = _TAGS.pointwise in tags or self.mutable
-        numbers = [pointwise and str(a.type) in _NUMBERS for a in arguments]
-        self.numbers = {p: True for p, yes in enumerate(numbers) if yes} | {
-            a.name: True for a, yes in zip(arguments, numbers) if yes
-        }
-        """Arguments whose number travels as a word: results do not depend on it but by value."""
+        self.numbers = tuple(pointwise and str(a.type) in _NUMBERS for a in arguments)
+        """For each argument whether its number travels as a word: results depend on it by nothing but value."""
+        self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
+        special = self.refused or self.composite or self.view or self.geometry or self.foreach or self.random
+        self.plain = not special and func is not aten._to_copy.default
+        """Whether it is posted as it is."""
+        self.first_written = self.written == (0,) and self.returned == (0,)
 
     def draws(self, args: tuple[Any, ...]) -> bool:
         """Whether it takes random numbers with these arguments."""
@@ -161,12 +166,12 @@ def _same_alias(argument: Any, result: Any) -> bool:
     return info is not None and info.is_write and info.before_set == argument.alias_info.before_set
 
 
-_known: dict[OpOverload, Operator] = {}
+known_operators: dict[OpOverload, Operator] = {}
 
 
 def operator(func: OpOverload) -> Operator:
     """The rules of ``func``."""
-    found = _known.get(func)
+    found = known_operators.get(func)
     if found is None:
-        found = _known[func] = Operator(func)
+        found = known_operators[func] = Operator(func)
     return found

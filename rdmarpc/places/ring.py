@@ -61,17 +61,22 @@ class RingWriter:
         """How many words have been run, ever."""
         return kernels.load(self._done_at)
 
-    def write(self, words: Sequence[int]) -> None:
+    def write(self, words: list[int]) -> None:
         """Write one batch of messages. Waits while the ring is full. ``PeerLost``; ``ValueError`` for what no ring has room for."""
         count = len(words) + 1
         at = self.written % RING_WORDS
-        room = RING_WORDS - at
-        if count > room:
+        if count > RING_WORDS - at:
             if count > RING_WORDS // 2:
                 raise ValueError(f"a message of {count} words is longer than half a ring")
-            self._put(at, (-1,), room)
+            self._put(at, (-1,), RING_WORDS - at)
             at = 0
-        self._put(at, (count, *words), count)
+        if self.written + count > self._free_until or count >= 256:
+            self._put(at, (count, *words), count)
+            return
+        _packers[count].pack_into(self._mirror, at << 3, count, *words)
+        if self._window.put_now(at << 3, count << 3):
+            self._window.put(at << 3, count << 3)
+        self.written += count
 
     def _put(self, at: int, words: Sequence[int], taken: int) -> None:
         if self.written + taken > self._free_until:

@@ -34,6 +34,7 @@ def open_stream(
     for ended in [each for each, runner in running.items() if runner.stopped]:
         del running[ended]
     running[key] = runner
+    agent.before_closing(runner.stop)
     return runner.open(reply, done, notify)
 
 
@@ -50,3 +51,8 @@ def reach_region(key: str, number: int, target: str, descriptor: bytes, notify: 
 def take_large(key: str, question: int) -> bytes:
     """An answer that was too large for its place."""
     return _of(key).large.pop(question)
+
+
+def counters_here() -> dict[str, int]:
+    """The counters of this process."""
+    return _agent.current().counters()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import struct
 import threading
 import time
@@ -27,28 +28,26 @@ from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, load_error, loads
 from .worker import REPLY_BYTES, Derived, Landing, raw
 
+_log = logging.getLogger("rdmarpc")
 INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
 _HEAD = 64
-_BLOCK = 1 << 20
 _WORD = struct.Struct("<q")
-_names = itertools.count(1)
-
-
-def new_names(count: int = 1) -> int:
-    """The first of ``count`` names, fewer than 2**20."""
-    return next(_names) << 20 if count > 0 else 0
+names = itertools.count(1)
+"""Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
 
 
 class Meta:
     """A geometry, made once for all tensors that have it: compared by identity. ``number`` names it to workers."""
 
-    __slots__ = ("geometry", "number", "plain")
+    __slots__ = ("dtype", "geometry", "number", "plain", "shape", "strided", "strides")
 
     def __init__(self, geometry: Geometry, number: int) -> None:
         self.geometry, self.number = geometry, number
-        self.plain = not geometry.conj and not geometry.neg
+        self.shape, self.strides, self.dtype = geometry.shape, geometry.strides, geometry.dtype
+        self.strided = geometry.layout is torch.strided
+        self.plain = self.strided and not geometry.conj and not geometry.neg
 
 
 _metas: dict[Geometry, Meta] = {}
@@ -116,12 +115,16 @@ class Region:
 
 
 class Known:
-    """What an operator gives for operands of one form: its number at the worker, and how each result is made."""
+    """What an operator gives for operands of one form: its number at the worker, and how each result is made (``tensor.py``).
+    ``kind``, and ``result`` of a single one, are for the most frequent cases."""
 
-    __slots__ = ("number", "results", "single")
+    __slots__ = ("kind", "number", "result", "results", "single")
+    results: list[Any]
+    result: tuple[Any, ...]
+    single: bool
 
-    def __init__(self, number: int, single: bool, results: list[Any]) -> None:
-        self.number, self.single, self.results = number, single, results
+    def __init__(self, number: int, kind: int) -> None:
+        self.number, self.kind = number, kind
 
 
 class Stream:
@@ -137,7 +140,8 @@ class Stream:
         """Forms of calls, by the grad mode, which some kernels ask for."""
         self.numbers = itertools.count(1)
         self.closed: BaseException | None = None
-        self.counts = {"operations": 0, "questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
+        self.operations = 0
+        self._counts = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
         self._metas: set[int] = set()
         self._questions = 0
         self._regions: dict[Stream | None, list[Region]] = {}
@@ -157,6 +161,15 @@ class Stream:
     def __repr__(self) -> str:
         return self.worker if self.device.type == "cpu" else f"{self.worker}/{self.device}"
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Operations posted, questions waited for, bytes copied in from this process and out to it, tensors sent to other
+        workers (``moves``) and brought home."""
+        return {"operations": self.operations, **self._counts}
+
+    def count_move(self) -> None:
+        self._counts["moves"] += 1
+
     def _manage(self, function: Any, *args: Any) -> Any:
         return self.agent.call(self.info, function, (self.key, *args), {}, self.timeout, control=True)
 
@@ -166,15 +179,12 @@ class Stream:
         """Post one message, whose first word is its kind."""
         words[0] |= len(words) << 8
         with self.lock:
+            if self.closed is not None:
+                self._refuse()
             if self.dead:
                 self._take_dead(words)
             else:
-                self._write(words)
-
-    def _write(self, words: list[int]) -> None:
-        if self.closed is not None:
-            self._refuse()
-        self._ring.write(words)
+                self._ring.write(words)
 
     def _refuse(self) -> None:
         error = self.closed
@@ -191,7 +201,7 @@ class Stream:
                 if place is not None:
                     places.append(place)
         names[0] |= len(names) << 8
-        self._write(words + names)
+        self._ring.write(words + names)
         position = self._ring.written
         for region, offset, nbytes in places:
             region.free(position, offset, nbytes)
@@ -212,7 +222,7 @@ class Stream:
         """Post a message that is answered, with the question's number at ``words[at]``, and wait for the answer."""
         with self.lock:
             self._questions += 1
-            self.counts["questions"] += 1
+            self._counts["questions"] += 1
             words[at] = number = self._questions
             self.post(words)
             kind, value = self._answer(number)
@@ -280,9 +290,9 @@ class Stream:
         meta = meta_of(shape)
         nbytes, shift = room(shape, tensor.data_ptr())
         used = shape.span * shape.dtype.itemsize
-        self.counts["bytes_in"] += used
+        self._counts["bytes_in"] += used
         with self.lock:
-            number, name = self.tell_meta(meta), new_names()
+            number, name = self.tell_meta(meta), next(names) << 20
             if used <= INLINE_BYTES:
                 self.post([ring.INLINE, name, number, shift, *ring.as_words(raw(tensor))])
                 return Storage(self, name, used), meta, -1
@@ -321,8 +331,8 @@ class Stream:
         """A copy of a tensor's bytes, here: with its strides."""
         shape = meta.geometry
         used = shape.span * shape.dtype.itemsize
-        self.counts["bytes_out"] += used
-        self.counts["home"] += 1
+        self._counts["bytes_out"] += used
+        self._counts["home"] += 1
         number = self.tell_meta(meta)
         if used <= ANSWERED_BYTES:
             blob = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
@@ -352,11 +362,11 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
     nbytes = room(shape, shift)[0] + _HEAD
     with _crossing:
         with target.lock:
-            number, name = target.tell_meta(meta), new_names()
+            number, name = target.tell_meta(meta), next(names) << 20
             region, offset = target.place(source, nbytes)
         source.post([ring.SEND, storage.name, at, source.tell_meta(meta), region.number, offset, shift])
         target.post([ring.LAND, name, number, region.number, offset, shift])
-    source.counts["moves"] += 1
+    source.count_move()
     return Storage(target, name, nbytes, (region, offset, nbytes))
 
 
@@ -386,13 +396,21 @@ def stream_to(worker: str, device: str | torch.device = "cpu") -> Stream | None:
     with _lock:
         found = _streams.get(key)
         if found is None or found.closed is not None or found.agent is not agent:
+            if not any(stream.agent is agent for stream in _streams.values()):
+                agent.before_leaving(close_streams)
             found = _streams[key] = Stream(agent, info, where)
         return found
 
 
 def close_streams() -> None:
-    """This worker leaves its group."""
+    """This worker leaves its group: return when all that was posted has been run, or cannot be any more."""
     for stream in list(_streams.values()):
+        try:
+            stream.synchronize()
+        except RdmaError:
+            pass
+        except Exception as error:
+            _log.warning("an operation at worker %s failed, and nothing asked for its result: %s", stream.worker, error)
         stream.close()
     _streams.clear()
 

@@ -16,9 +16,11 @@ plain tensor of this process is copied at each use, since numpy and others write
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,17 +30,23 @@ from ..transport import NotSupported
 from . import ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
-from .operators import Operator, aten, operator
+from .operators import Operator, aten, known_operators, operator
 from .plain import encode
-from .stream import Known, Meta, Storage, Stream, cross, meta_of, new_names
+from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
 _BELOW = torch._C._ExcludeDispatchKeyGuard
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-_node, _sequence = torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
+_grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED = 1 << 18
+_NOTHING: dict[str, Any] = {}
+_ELSEWHERE = object()
+_ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
+"""How results of a known form are made: they are asked for each time; operands that were written; one new tensor; else."""
+OWN = ("_handle", "_meta", "_offset", "_words")
+"""Attributes that a remote tensor has of us."""
 
 
 class RemoteTensor(torch.Tensor):
@@ -47,13 +55,18 @@ class RemoteTensor(torch.Tensor):
     _handle: Storage
     _meta: Meta
     _offset: int
-    _at: int
-    """-1: all of the storage as it was made; else the offset of a view."""
+    _words: tuple[int, int]
+    """The storage's name, and -1 for all of it as it was made, else the offset of a view (``_at``)."""
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return run(operator(func), args, kwargs or {})
+        op = known_operators.get(func) or operator(func)
+        return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
+
+    @property
+    def _at(self) -> int:
+        return self._words[1]
 
     @property
     def place(self) -> str:
@@ -144,7 +157,7 @@ class RemoteTensor(torch.Tensor):
         assert type(value) is RemoteTensor
         anchor = self._handle.anchor
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._handle, self._meta, self._offset, self._at = value._handle, value._meta, value._offset, value._at
+        self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
 
     def data_ptr(self) -> int:
@@ -199,22 +212,30 @@ def _dense(tensor: RemoteTensor) -> bool:
 
 def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
     """A tensor over memory at a worker."""
-    shape, strides, dtype, layout, _, _ = meta.geometry
-    if layout is not _STRIDED:
-        made = _make(RemoteTensor, shape, strides=(1,) * len(shape), dtype=dtype, layout=layout, device=_CPU)
-    elif at == -1 and offset == 0:
-        made = _make(RemoteTensor, shape, strides, 0, None, dtype, _STRIDED, _CPU)
+    if meta.plain:
+        if offset == 0 and at == -1:
+            made = _make(RemoteTensor, meta.shape, meta.strides, 0, None, meta.dtype, _STRIDED, _CPU)
+        else:
+            made = _make(
+                RemoteTensor, meta.shape, meta.strides, offset, None, meta.dtype, _STRIDED, _CPU, False, False, None,
+                False, False, None, storage.nbytes,
+            )  # fmt: skip
     else:
-        made = _make(
-            RemoteTensor, shape, strides=strides, storage_offset=offset, dtype=dtype, device=_CPU, storage_size=storage.nbytes
-        )
-    if not meta.plain:
-        with _BELOW(_PYTHON):
-            bare = aten._conj.default(made) if meta.geometry.conj else made
-            bare = aten._neg_view.default(bare) if meta.geometry.neg else bare
-            made = torch.Tensor._make_subclass(RemoteTensor, bare)
-    made._handle, made._meta, made._offset, made._at = storage, meta, offset, at
+        made = _unusual(storage, meta, offset)
+    made._handle, made._meta, made._offset, made._words = storage, meta, offset, (storage.name, at)
     return made
+
+
+def _unusual(storage: Storage, meta: Meta, offset: int) -> Any:
+    """One that is sparse, conjugated or negated."""
+    shape, strides, dtype, layout, conj, neg = meta.geometry
+    if layout is not _STRIDED:
+        return _make(RemoteTensor, shape, strides=(1,) * len(shape), dtype=dtype, layout=layout, device=_CPU)
+    made = _make(RemoteTensor, shape, strides, storage_offset=offset, dtype=dtype, device=_CPU, storage_size=storage.nbytes)
+    with _BELOW(_PYTHON):
+        made = aten._conj.default(made) if conj else made
+        made = aten._neg_view.default(made) if neg else made
+        return torch.Tensor._make_subclass(RemoteTensor, made)
 
 
 def place_of(tensor: torch.Tensor) -> Stream | None:
@@ -301,12 +322,35 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
+class _Running(threading.local):
+    """A place that this thread has asked for: operations whose tensors lie at several places run there."""
+
+    at: tuple[Stream | None] | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running_at(place: Stream | None) -> Iterator[None]:
+    """Have operations on tensors of several places run at ``place``, unless they write elsewhere."""
+    before, _running.at = _running.at, (place,)
+    try:
+        yield
+    finally:
+        _running.at = before
+
+
 def _remember(place: Stream | None) -> None:
-    if torch.is_grad_enabled() and _node() is None:
-        if len(_ran) >= _REMEMBERED:
-            for old in list(_ran)[: _REMEMBERED // 2]:
-                _ran.pop(old, None)
+    if _grad() and _node() is None:
+        if len(_ran) > _REMEMBERED:
+            _forget_half()
         _ran[_sequence()] = place
+
+
+def _forget_half() -> None:
+    for old in list(_ran)[: _REMEMBERED // 2]:
+        _ran.pop(old, None)
 
 
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
@@ -318,6 +362,8 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
             return _ran[node._sequence_nr() + 1]
         except KeyError:
             pass
+    if _running.at is not None:
+        return _running.at[0]
     latest: RemoteTensor | None = None
     for each in tensors:
         if type(each) is RemoteTensor:
@@ -339,7 +385,7 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = op.func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
-    if op.view and args[0]._meta.geometry.layout is _STRIDED:
+    if op.view and args[0]._meta.strided:
         return view(op, args, kwargs)
     if op.geometry:
         return _in_place_geometry(op, args, kwargs)
@@ -347,17 +393,9 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _foreach(op, args, kwargs)
     if op.random and op.draws(args):
         return _draw(op, args, kwargs)
-    if op.func is aten._to_copy.default and kwargs.get("device") is not None:
-        target = kwargs["device"]
-        if target.type != "cpu":
-            return _to(args[0], target, kwargs)
-    tensors = _tensors((args, kwargs))
-    place = place_of(tensors[0])
-    for each in tensors:
-        if place_of(each) is not place:
-            return _mixed(op, args, kwargs, tensors)
-    _remember(place)
-    return post(place, op, args, kwargs)
+    if op.func is aten._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type != "cpu":
+        return _to(args[0], kwargs["device"], kwargs)
+    return post_here(op, args, kwargs)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -423,60 +461,113 @@ def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dic
 # -- posting
 
 
-def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Post an operator whose tensors all lie at ``place``, and make what stands for its results."""
-    key: list[Any] = [op.func]
-    words: list[int] = [ring.OPERATION, 0, 0]
-    numbers = op.numbers
-    for position, value in enumerate(args):
-        _scan(value, key, words, position in numbers)
+def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Post an operator where its tensors lie. Those that do not lie at one place are moved first (``_mixed``)."""
+    form: list[Any] = [op.func]
+    words: list[int] = [0, 0, 0]
+    place: Stream | None = None
+    for value, number in zip(args, op.numbers):
+        if type(value) is RemoteTensor:
+            stream = value._handle.stream
+            if stream is not place:
+                if place is not None:
+                    return _mixed(op, args, kwargs, _tensors((args, kwargs)))
+                place = stream
+            form.append(value._meta)
+            words += value._words
+        elif (place := _scan(value, form, words, number, place)) is _ELSEWHERE:
+            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
     for name, value in kwargs.items():
-        key.append(name)
-        _scan(value, key, words, name in numbers)
-    form = tuple(key)
-    place.counts["operations"] += 1
+        form.append(name)
+        if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
+            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
+    assert place is not None
+    grad = _grad()
+    if grad and _node() is None:
+        if len(_ran) > _REMEMBERED:
+            _forget_half()
+        _ran[_sequence()] = place
+    return _send(place, op, form, words, grad, args, kwargs)
+
+
+def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Post an operator whose tensors all lie at ``place``, if it has any."""
+    form: list[Any] = [op.func]
+    words: list[int] = [0, 0, 0]
+    for value, number in zip(args, op.numbers):
+        _scan(value, form, words, number, place)
+    for name, value in kwargs.items():
+        form.append(name)
+        _scan(value, form, words, name in op.named_numbers, place)
+    return _send(place, op, form, words, _grad(), args, kwargs)
+
+
+def _send(
+    place: Stream, op: Operator, form: list[Any], words: list[int], grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Post an operator, of this form and with these words, and make what stands for its results."""
+    key = tuple(form)
+    place.operations += 1
     with place.lock:
-        known = place.known[torch.is_grad_enabled()].get(form)
-        if known is None or known.results is None or op.dynamic and op.sized_by_values(args):
-            out = _ask(place, op, form, known, words, args, kwargs)
+        known = place.known[grad].get(key)
+        if known is None or known.kind == _ASKED:
+            out = _ask(place, op, key, known, words, args, kwargs)
         else:
-            base = words[2] = new_names() if known.results else 0
-            words[1] = known.number
-            place.post(words)
-            out = _results(place, known, base, args, kwargs)
-    if op.written:
-        for each in op.operands_written(args, kwargs):
-            each._handle.copies = None
-        if op.mutable:
-            return _originals(op, out, args, kwargs)
-    return out
+            words[0], words[1] = ring.OPERATION, known.number
+            kind = known.kind
+            if kind == _WRITTEN:
+                place.post(words)
+                out = None
+            else:
+                words[2] = base = next(names) << 20
+                place.post(words)
+                if kind == _ONE:
+                    nbytes, meta, offset = known.result
+                    out = wrapper(Storage(place, base, nbytes), meta, offset, -1)
+                else:
+                    out = _results(place, known, base, args, kwargs)
+    if not op.written:
+        return out
+    if op.first_written:
+        args[0]._handle.copies = None
+        return args[0]
+    for each in op.operands_written(args, kwargs):
+        each._handle.copies = None
+    return _originals(op, out, args, kwargs) if op.mutable else out
 
 
-def _scan(value: Any, key: list[Any], words: list[int], number: bool) -> None:
-    """Add an argument to the form of a call (``key``) and to the words of this one."""
+def _scan(value: Any, form: list[Any], words: list[int], number: bool, place: Any) -> Any:
+    """Add an argument to the form of a call and to the words of this one. Returns the place of all tensors so far, of which
+    ``place`` is the one before (``None``: there was none yet), or ``_ELSEWHERE``."""
     kind = type(value)
     if kind is RemoteTensor:
-        key.append(value._meta)
-        words += (value._handle.name, value._at)
-    elif kind is float:
+        form.append(value._meta)
+        words += value._words
+        stream = value._handle.stream
+        return stream if place is None or place is stream else _ELSEWHERE
+    if kind is float:
         if number:
-            key.append(float)
+            form.append(float)
             words += _word.unpack(_bits.pack(value))
         else:
-            key += (kind, _bits.pack(value))
+            form += (kind, _bits.pack(value))
     elif kind is int and number and -(1 << 63) <= value < 1 << 63:
-        key.append(int)
+        form.append(int)
         words.append(value)
     elif kind is list or kind is tuple:
-        key += (list, len(value))
+        form += (list, len(value))
         for each in value:
-            _scan(each, key, words, number)
+            if (place := _scan(each, form, words, number, place)) is _ELSEWHERE:
+                return place
     elif kind is complex:
-        key += (kind, repr(value))
+        form += (kind, repr(value))
+    elif isinstance(value, torch.Tensor):
+        return _ELSEWHERE
     elif kind is torch.Generator:
         raise NotSupported("an operator at a worker cannot draw from a generator of this process")
     else:
-        key += (kind, value)
+        form += (kind, value)
+    return place
 
 
 def _takes(value: Any, place: Stream, number: bool) -> Any:
@@ -498,10 +589,10 @@ def _ask(
 ) -> Any:
     """A form that is new, or whose results depend on values: the worker says what came out."""
     if known is None:
-        takes = [_takes(value, place, position in op.numbers) for position, value in enumerate(args)]
-        keywords = [(name, _takes(value, place, name in op.numbers)) for name, value in kwargs.items()]
-        known = Known(place.tell_signature(op.name, takes, keywords), True, None)
-    base = new_names()
+        takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
+        keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
+        known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
+    base = next(names) << 20
     single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
     operands = {t._handle.name: i for i, t in reversed(list(enumerate(_tensors((args, kwargs)))))}
     tensors = _tensors((args, kwargs))
@@ -513,7 +604,6 @@ def _ask(
             results.append(None)
             values.append(None)
         elif told[0] == "v":
-            results = None  # type: ignore[assignment]
             return told[1] if single else [each[1] for each in described]
         else:
             _, plain, offset, name, nbytes = told
@@ -531,7 +621,13 @@ def _ask(
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
     if not (op.dynamic and op.sized_by_values(args)):
         known.single, known.results = single, results
-    place.known[torch.is_grad_enabled()][form] = known
+        if op.mutable and all(where is not None for where in op.returned):
+            known.kind = _WRITTEN
+        elif single and results[0] is not None and results[0][0] == "new":
+            known.kind, known.result = _ONE, results[0][1:]
+        else:
+            known.kind = _SEVERAL
+    place.known[_grad()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
 
 
@@ -565,24 +661,24 @@ _views: dict[tuple[Any, ...], Any] = {}
 def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view, or several, of a strided remote tensor."""
     base = args[0]
-    key: Any = (op.func, base._meta, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
-    known = _views.get(key) if op.kept else None
-    if known is None:
+    if not op.kept or kwargs:
         known = _new_view(op, args, kwargs)
-        if op.kept:
-            _views[key] = known
+    else:
+        form = (op.func, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
+        known = _views.get(form)
+        if known is None:
+            known = _views[form] = _new_view(op, args, kwargs)
     if type(known) is list:
         return [_over(base, *each) for each in known]
-    return _over(base, *known)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list | tuple) else value
+    meta, ahead = known
+    offset = base._offset + ahead
+    whole = meta is base._meta and ahead == 0 and base._words[1] == -1
+    return wrapper(base._handle, meta, offset, -1 if whole else offset)
 
 
 def _over(base: RemoteTensor, meta: Meta, ahead: int) -> RemoteTensor:
     offset = base._offset + ahead
-    whole = base._at == -1 and ahead == 0 and meta is base._meta
+    whole = meta is base._meta and ahead == 0 and base._words[1] == -1
     return wrapper(base._handle, meta, offset, -1 if whole else offset)
 
 
@@ -607,7 +703,7 @@ def _refresh(tensor: RemoteTensor) -> None:
     """The tensor's geometry has changed here."""
     meta, offset = meta_of(geometry(tensor)), tensor.storage_offset()
     if meta is not tensor._meta or offset != tensor._offset:
-        tensor._meta, tensor._offset, tensor._at = meta, offset, offset
+        tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
 
 
 # -- lists of tensors, random numbers, other places

@@ -44,7 +44,7 @@ REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
 _HEAD_BYTES = 64
 _FINE, _VOID = 0, 1
-_GAPS = 4
+_END_S = 5.0
 
 
 class Void:
@@ -153,7 +153,10 @@ class Runner:
         self.remote[number] = Landing(self.channels(target), RemoteRegion.load(descriptor), notify)
 
     def stop(self) -> None:
+        """End the stream. Returns when nothing of it runs any more, or after some seconds."""
         self.stopped = True
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_END_S)
 
     # -- the thread
 

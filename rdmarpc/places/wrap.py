@@ -2,32 +2,184 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from ..calls import agent as _agent
 from ..transport import NotSupported
+from .batches import checked, forward_backward
+from .geometry import geometry
 from .placement import Where, home, resolve
-from .stream import Stream, stream_to
-from .tensor import RemoteTensor, at_place
+from .runners import counters_here
+from .stream import Stream, meta_of, stream_to, streams
+from .tensor import OWN, RemoteTensor, at_place, place_of, running_at, wrapper
 
 
-def wrap(net: nn.Module, placement: Mapping[str, str | Sequence[str]], *, outputs: str = "there") -> Any:
-    """Move the parameters and buffers of parts of ``net`` to workers."""
+def wrap(
+    net: nn.Module, placement: Mapping[str, str | Sequence[str]], *, outputs: str = "there", chunks: int = 1
+) -> WrappedModel:
+    """Move the parameters and buffers of parts of ``net`` to workers. Returns ``net`` itself, which has the methods of
+    ``WrappedModel`` from now on and trains as before: PyTorch runs the same program here, in every step, and each operation
+    runs where its tensors lie (``RemoteTensor``).
+
+    ``placement`` maps paths of modules, at any depth, to workers (``worker``, ``worker/cuda:1``, ``rank:1``);
+    ``"layers.0-5"`` stands for ``layers.0`` to ``layers.5``, ``""`` for the whole model. Modules below a path go with it, unless
+    they have an entry of their own. What no entry covers stays here. Tensors that share memory move together, to where the
+    first of them goes. Parameters stay the objects that they are, with their gradients, hooks and attributes, so an optimizer
+    that has them keeps them.
+
+    A list of workers gives a part *replicas*: its batch is split among them like ``torch.chunk``, the parameters lie at the
+    first and are copied to the others when they have changed, and the results are joined. It computes
+    ``torch.cat([part(shard) for shard in x.chunk(k)])``.
+
+    * ``outputs``: ``"there"`` leaves results where they were computed, so nothing waits until a value is needed (``item``,
+      ``cpu``); ``"here"`` copies them to this process.
+    * ``chunks``: micro-batches of ``forward_backward``, unless that is given another number.
+
+    Raises ``ValueError`` for an unknown worker, path or option, ``NotSupported`` for a parameter that cannot move, before
+    anything has moved.
+    """
     if outputs not in ("there", "here"):
         raise ValueError(f'outputs={outputs!r} is not known; use "there" or "here"')
+    if isinstance(net, torch.jit.ScriptModule):
+        raise NotSupported("a scripted module keeps its parameters where Python cannot move them")
     agent = _agent.current()
-    workers = agent.worker_names()
-    places = resolve(net, placement, workers, lambda rank: agent.resolve(rank).name)
+    places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
+    if not isinstance(net, WrappedModel):
+        kind = type(net)
+        net.__class__ = type(kind.__name__, (WrappedModel, kind), {"_wrapped": kind, "__module__": kind.__module__})
+    assert isinstance(net, WrappedModel)
     move(net, places)
-    if outputs == "here":
-        net.register_forward_hook(lambda module, args, found: bring_home(found))
+    net._placement = Placed(places, checked(chunks), outputs)
+    for path, each in places.items():
+        if len(each) > 1:
+            replicate(net.get_submodule(path), each)
     return net
+
+
+class Placed:
+    """Of a wrapped model: where its modules are, and options. ``saved``: the state and folder of its last checkpoint."""
+
+    saved: tuple[dict[str, Any], str] | None = None
+
+    def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str) -> None:
+        self.places, self.chunks, self.outputs = places, chunks, outputs
+        self.steps = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        return self
+
+    @property
+    def workers(self) -> list[str]:
+        """Those that have parts, each once."""
+        return list(dict.fromkeys(worker for each in self.places.values() for worker, _ in each))
+
+
+class WrappedModel(nn.Module):
+    """What ``wrap`` makes of a model's class: a subclass with these methods besides."""
+
+    _placement: Placed
+    _wrapped: type[nn.Module]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._placement.steps += 1
+        found = super().__call__(*args, **kwargs)
+        return bring_home(found) if self._placement.outputs == "here" else found
+
+    def forward_backward(
+        self,
+        loss_fn: Callable[..., torch.Tensor],
+        *args: Any,
+        target: Any = None,
+        chunks: int | None = None,
+        schedule: str = "1f1b",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch in ``chunks`` micro-batches; see ``batches.forward_backward``."""
+        placed = self._placement
+        return forward_backward(self, loss_fn, args, kwargs, target, placed.chunks if chunks is None else chunks, schedule)
+
+    def counters(self, everywhere: bool = True) -> dict[str, int]:
+        """Counters of this process, of its streams, and, with ``everywhere``, of the workers that have parts."""
+        agent = _agent.current()
+        found = Counter(agent.counters())
+        for stream in streams():
+            found.update(stream.counts)
+        for worker in self._placement.workers if everywhere else ():
+            if worker != agent.name:
+                found.update(agent.call(agent.resolve(worker), counters_here, (), {}, agent.rpc_timeout, control=True))
+        return {**found, "steps": self._placement.steps}
+
+    def close(self) -> None:
+        """Bring all parameters and buffers home: the model is one of this process again. Idempotent."""
+        for module in self.modules():
+            module.__dict__.pop("forward", None) if isinstance(module.__dict__.get("forward"), Replicas) else None
+        come_home(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
+        make, args, *rest = super().__reduce_ex__(protocol)
+        rest[0] = {name: value for name, value in rest[0].items() if name != "_placement"}
+        return make, (self._wrapped, *args[1:]), *rest
+
+
+class Replicas:
+    """The forward of a part with replicas."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], places: list[Stream | None]) -> None:
+        self.module, self.forward, self.places = module, forward, places
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+        if not tensors:
+            return self.forward(*args, **kwargs)
+        batch = len(tensors[0])
+        sizes = [len(piece) for piece in torch.empty(batch, device="meta").chunk(len(self.places))]
+        pieces = {id(t): t.split(sizes) for t in tensors if len(t) == batch}
+        results = []
+        for at, place in zip(range(len(sizes)), self.places):
+            given, more = tree_map(lambda leaf, at=at: pieces[id(leaf)][at] if id(leaf) in pieces else leaf, (args, kwargs))
+            with running_at(place):
+                results.append(self.forward(*given, **more))
+        return _joined(results, sizes)
+
+
+def _joined(results: list[Any], sizes: list[int]) -> Any:
+    """Results of shards as that of the batch."""
+    columns = [tree_flatten(result)[0] for result in results]
+    leaves = []
+    for shards in zip(*columns):
+        if all(isinstance(each, torch.Tensor) and each.dim() > 0 for each in shards):
+            if [len(each) for each in shards] != sizes:
+                raise NotSupported("a part with replicas gave a result that is no batch: its first dimension is not that of its input")
+            leaves.append(torch.cat(shards))
+        elif any(isinstance(each, torch.Tensor) for each in shards):
+            raise NotSupported("a part with replicas gave a result that is no batch: it has no dimensions")
+        else:
+            leaves.append(shards[0])
+    return tree_unflatten(leaves, tree_flatten(results[0])[1])
+
+
+def replicate(module: nn.Module, places: list[Where]) -> None:
+    """Have a module's forward split its batch among places."""
+    module.forward = Replicas(module, module.forward, [stream_to(*where) for where in places])  # type: ignore[method-assign]
+
+
+def come_home(net: nn.Module) -> None:
+    """Have all tensors of a model lie in this process, in place."""
+    memo: dict[int, torch.Tensor] = {}
+    for module in net.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if type(tensor) is RemoteTensor and id(tensor) not in memo:
+                memo[id(tensor)] = tensor
+    for tensor in memo.values():
+        exchange(tensor, at_place(tensor.detach(), None).clone())
 
 
 def bring_home(value: Any) -> Any:
@@ -62,35 +214,25 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
 
 def move_tensors(tensors: list[torch.Tensor], place: Stream) -> None:
     """Move tensors over one storage to a place; these very objects lie there then."""
-    first, memo = tensors[0], {}
-    if len(tensors) > 1 and first.layout is torch.strided:
-        whole = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())
-        memo["whole"] = at_place(whole, place)
-    for tensor in tensors:
-        _exchange(tensor, _moved(tensor, place, memo.get("whole")))
-
-
-def _moved(tensor: torch.Tensor, place: Stream, whole: torch.Tensor | None) -> torch.Tensor:
-    from .geometry import geometry
-    from .stream import meta_of
-    from .tensor import wrapper
-
-    if whole is None:
-        found = at_place(tensor.detach(), place)
+    first = tensors[0]
+    if len(tensors) == 1 or first.layout is not torch.strided:
+        copies = [at_place(tensor.detach(), place) for tensor in tensors]
     else:
-        found = wrapper(whole._handle, meta_of(geometry(tensor)), tensor.storage_offset(), tensor.storage_offset())
-    found._handle.anchor = True
-    return found
+        whole = at_place(torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()), place)
+        copies = [wrapper(whole._handle, meta_of(geometry(t)), t.storage_offset(), t.storage_offset()) for t in tensors]
+    for tensor, copy in zip(tensors, copies):
+        copy._handle.anchor = True
+        exchange(tensor, copy)
 
 
-def _exchange(tensor: torch.Tensor, found: torch.Tensor) -> None:
-    """Make ``tensor`` the remote one, with its attributes, hooks and gradient."""
+def exchange(tensor: torch.Tensor, found: torch.Tensor) -> None:
+    """Make ``tensor`` the found one, where that lies, with its own attributes, hooks and gradient."""
     if isinstance(tensor, nn.Parameter):
         made: torch.Tensor = nn.Parameter(found, tensor.requires_grad)
     else:
         made = found.requires_grad_(tensor.requires_grad)
-    made._handle, made._meta, made._offset, made._at = found._handle, found._meta, found._offset, found._at
-    made.__dict__.update(tensor.__dict__)
+    made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
+    made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None
     try:
@@ -104,7 +246,7 @@ def _exchange(tensor: torch.Tensor, found: torch.Tensor) -> None:
     tensor.__class__, made.__class__ = made.__class__, tensor.__class__
     tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     if gradient is not None:
-        tensor.grad = at_place(gradient, found._handle.stream)
+        tensor.grad = at_place(gradient, place_of(found))
     if hooks is not None:
         tensor._backward_hooks = hooks
     if after is not None:
