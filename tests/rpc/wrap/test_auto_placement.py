@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_capture import Gpt, Nested
 from torch import nn
 
 from rdmarpc import auto_placement
-from rdmarpc.parts.placing import resolve
-from rdmarpc.wrapped.balance import _Seconds, partition
+from rdmarpc.places.balance import _Run, partition
+from rdmarpc.places.placement import home, resolve
 
 
 @given(st.lists(st.integers(0, 9), max_size=7), st.integers(1, 4))
@@ -26,11 +25,59 @@ def test_the_largest_run_is_as_small_as_can_be(weights, count):
     assert max(sum(weights[run]) for run in runs) == min(possible)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.full((8,), 0.5))
+        self.register_buffer("shift", torch.linspace(0, 1, 8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x + torch.tanh(self.two(torch.relu(self.one(x)))) * self.gain + self.shift[:8]
+
+
+class Nested(nn.Module):
+    """A list of blocks in a forward, one of them twice, and a norm between."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.start = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Residual() for _ in range(depth))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(self.blocks[0](x)))
+
+
+class Gpt(nn.Module):
+    """Tied weights, positions, a causal mask."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 16), nn.Parameter(torch.randn(6, 16) / 4)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places[: tokens.size(1)]
+        mask = torch.triu(torch.full((tokens.size(1), tokens.size(1)), float("-inf")), diagonal=1)
+        return self.head(self.norm(self.body(x, mask=mask, is_causal=True)))
+
+
 def weights_of(net: nn.Module, placement: dict[str, str], workers: list[str]) -> list[int]:
-    places = resolve(net, placement, "me", ["me", *workers])
+    places = resolve(net, placement, workers)
     sizes = dict.fromkeys([*workers, "me"], 0)
     for name, parameter in net.named_parameters():
-        sizes[places.owner(name)] += parameter.numel()
+        where = home(places, name.rpartition(".")[0])
+        sizes["me" if where is None else where[0]] += parameter.numel()
     return [*sizes.values()]
 
 
@@ -67,7 +114,8 @@ class Backwards(nn.Module):
 
 def test_runs_follow_the_execution():
     # What weighs nothing stays with what comes before it.
-    assert auto_placement(Backwards(), ["w0", "w1"]) == {"a": "w0", "b": "w0", "c": "w1"}
+    assert auto_placement(Backwards(), ["w0", "w1"], inputs=(torch.randn(2, 8),)) == {"a": "w0", "b": "w0", "c": "w1"}
+    assert auto_placement(Backwards(), ["w0", "w1"]) == {"c": "w0", "b": "w0", "a": "w1"}
     net = Nested(6)
     placement = auto_placement(net, ["w0", "w1", "w2"], inputs=(torch.randn(4, 8),))
     sizes = weights_of(net, placement, ["w0", "w1", "w2"])
@@ -78,8 +126,8 @@ def test_runs_follow_the_execution():
 def test_tied_parameters_stay_together():
     net = Gpt(6)
     placement = auto_placement(net, ["w0", "w1"], inputs=(torch.zeros(2, 6, dtype=torch.long),))
-    places = resolve(net, placement, "me", ["me", "w0", "w1"])  # refuses what shares across workers
-    assert places.owner("tokens") == places.owner("head") == "w0"
+    places = resolve(net, placement, ["w0", "w1"])
+    assert home(places, "tokens") == home(places, "head") == ("w0", "cpu")
     sizes = weights_of(net, placement, ["w0", "w1"])
     assert abs(sizes[0] - sizes[1]) < sum(sizes) / 6
 
@@ -107,13 +155,13 @@ class Tick(torch.autograd.Function):
 
 def test_by_time(monkeypatch):
     # By bytes the linear layers are the weight; by time the busy ones.
-    monkeypatch.setattr("rdmarpc.wrapped.balance.perf_counter", lambda: Busy.clock)
+    monkeypatch.setattr("rdmarpc.places.balance.perf_counter", lambda: Busy.clock)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Busy(), nn.BatchNorm1d(64), Busy())
     x = torch.randn(64, 64)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     assert auto_placement(net, ["w0", "w1"]) == {"0": "w0", "1-4": "w1"}
     assert auto_placement(net, ["w0", "w1"], by="time", inputs=(x,)) == {"0-3": "w0", "4": "w1"}
-    assert _Seconds(net, (x,), {})(["2", "3"]) == 3.0
+    assert _Run(net, (x,), {}).seconds(["2", "3"]) == 3.0
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
 
