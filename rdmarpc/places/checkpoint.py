@@ -1,7 +1,7 @@
 """Checkpoints in the format of ``torch.distributed.checkpoint``, of models whose tensors lie anywhere.
 
-This process writes and reads all of it: what lies at workers is copied home for that, a model at a time. So any program reads the
-folder with ``torch.distributed.checkpoint.load`` into the model alone. DCP is imported when it is used: that takes a second.
+This process writes and reads all of it: what lies at workers is copied home for that. So any program reads the folder with
+``torch.distributed.checkpoint.load`` into the model alone. DCP is imported when it is used: that takes a second.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ..calls import agent as _agent
 from ..ground import forked
 from ..ground.worker_info import WorkerInfo
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
-from . import ring, runners
+from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, load_error, loads
 from .worker import REPLY_BYTES, Derived, Landing, raw
@@ -283,7 +283,7 @@ class Stream:
 
     def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta, int]:
         """Copy a strided plain tensor here to the worker: (storage, geometry, offset -1: all of it)."""
-        shape = geometry(tensor)
+        shape, given = geometry(tensor), tensor
         tensor = bare(tensor)
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
@@ -295,12 +295,16 @@ class Stream:
             number, name = self.tell_meta(meta), next(names) << 20
             if used <= INLINE_BYTES:
                 self.post([ring.INLINE, name, number, shift, *ring.as_words(raw(tensor))])
-                return Storage(self, name, used), meta, -1
-            region, offset = self.place(None, nbytes)
-            assert region.landing is not None
-            region.landing.put(offset, shift, tensor)
-            self.post([ring.LAND, name, number, region.number, offset, shift])
-            return Storage(self, name, used, (region, offset, nbytes)), meta, -1
+                made = Storage(self, name, used)
+            else:
+                region, offset = self.place(None, nbytes)
+                assert region.landing is not None
+                region.landing.put(offset, shift, tensor)
+                self.post([ring.LAND, name, number, region.number, offset, shift])
+                made = Storage(self, name, used, (region, offset, nbytes))
+        if observing.observer is not None:
+            observing.observer.brought(self, given, made)
+        return made, meta, -1
 
     def place(self, source: Stream | None, nbytes: int) -> tuple[Region, int]:
         """A free place of memory here that ``source`` may write (``None``: this process). Call it with the lock held."""
@@ -343,6 +347,8 @@ class Stream:
             self.question([ring.FETCH, name, at, number, 0, 0, *descriptor], 4)
             found = torch.empty(0, dtype=shape.dtype)
             found.set_(memory.untyped_storage(), memory.storage_offset() // shape.dtype.itemsize, shape.shape, shape.strides)
+        if observing.observer is not None:
+            observing.observer.fetched(self, name, at, meta, found)
         return dressed(found, shape)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -367,7 +373,10 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
         source.post([ring.SEND, storage.name, at, source.tell_meta(meta), region.number, offset, shift])
         target.post([ring.LAND, name, number, region.number, offset, shift])
     source.count_move()
-    return Storage(target, name, nbytes, (region, offset, nbytes))
+    made = Storage(target, name, nbytes, (region, offset, nbytes))
+    if observing.observer is not None:
+        observing.observer.crossed(storage, at, meta, made)
+    return made
 
 
 _crossing = threading.Lock()

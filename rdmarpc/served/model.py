@@ -15,7 +15,6 @@ from torch import nn
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph.servers.bundle import ALWAYS, TRACED, Edge
-from ..graph.servers.header import HEADER_BYTES
 from ..graph.show.describe import Transfers, describe
 from ..graph.show.records import Crossing
 from ..transport import NotSupported, timeouts
@@ -298,8 +297,8 @@ class ServedModel(nn.Module):
 
 
 def _crossing(edge: Edge) -> Crossing:
-    dtype, slot = str(edge.dtype).removeprefix("torch."), HEADER_BYTES + edge.nbytes
-    return Crossing(edge.number, edge.name, edge.kind, edge.source, edge.target, edge.shape, dtype, edge.nbytes, 1, slot, True)
+    dtype = str(edge.dtype).removeprefix("torch.")
+    return Crossing(edge.number, edge.name, edge.kind, edge.source, edge.target, edge.shape, dtype, edge.nbytes, True)
 
 
 def _with_forward_of(original: type[nn.Module]) -> type[ServedModel]:
