@@ -32,4 +32,5 @@ def train(kind: type[torch.optim.Optimizer] = torch.optim.Adam, on: str = "cpu",
         assert losses[0].item() == losses[1].item(), number
     for name, value in alone.state_dict().items():
         assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
-    return sum(rpc.rpc_sync(f"worker{rank}", rpc.counters)["bytes_direct"] for rank in range(3))
+    others = (rpc.rpc_sync(f"worker{rank}", rpc.counters) for rank in (1, 2))
+    return sum(each["bytes_direct"] for each in (rpc.counters(), *others))
