@@ -27,7 +27,7 @@ def steps(recorded: Recorded) -> list[Recorded]:
     with the first one after a backward."""
     events = recorded.events
     last = STEP if any(event.phase == STEP for event in events) else BACKWARD
-    begins = [at for at, _ in _runs(events) if at == 0 or events[at].phase == FORWARD and events[at - 1].phase == last]
+    begins = [at for at, _ in _runs(events) if at == 0 or (events[at].phase == FORWARD and events[at - 1].phase == last)]
     ends = [*begins[1:], len(events)]
     return [dataclasses.replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]
 

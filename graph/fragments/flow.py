@@ -77,7 +77,9 @@ class Flow:
 
     def _touch(self, number: int, storage: int, place: str, made: int | None) -> None:
         life = self.lives.get(storage)
-        self.lives[storage] = Life(place, made, number, number) if life is None else Life(life.place, life.made, life.first, number)
+        self.lives[storage] = (
+            Life(place, made, number, number) if life is None else Life(life.place, life.made, life.first, number)
+        )
 
     # -- what a value is
 

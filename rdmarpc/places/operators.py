@@ -76,8 +76,8 @@ class Operator:
         "composite",
         "dynamic",
         "fills",
-        "foreach",
         "first_written",
+        "foreach",
         "func",
         "geometry",
         "kept",
@@ -91,6 +91,7 @@ class Operator:
         "refused",
         "returned",
         "value",
+        "versions",
         "view",
         "written",
     )
@@ -120,6 +121,8 @@ class Operator:
         )
         """For each result the written operand that it is."""
         self.foreach = bare.startswith("_foreach_") or bare.startswith("_fused_ad") or bare.startswith("_fused_sgd")
+        self.versions = bare.startswith("_foreach_") and self.mutable
+        """Whether it raises the versions of what it writes by operators that it calls."""
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
         kinds = {str(r.type) for r in returns}
         self.value = bool(kinds - {"Tensor", "List[Tensor]", "Optional[Tensor]"})
@@ -127,7 +130,7 @@ class Operator:
         self.dynamic |= self.name in _VALUE_SIZED
         self.random = _TAGS.nondeterministic_seeded in tags
         self.chance = _CHANCE.get(self.name) or _CHANCE.get(base)
-        self.fills = self.random and (self.name[6:] in _FILLS or bare in _FILLS and bare != "bernoulli_")
+        self.fills = self.random and (self.name[6:] in _FILLS or (bare in _FILLS and bare != "bernoulli_"))
         pointwise = _TAGS.pointwise in tags or self.mutable
         self.numbers = tuple(pointwise and str(a.type) in _NUMBERS for a in arguments)
         """For each argument whether its number travels as a word: results depend on it by nothing but value."""

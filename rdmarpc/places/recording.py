@@ -105,7 +105,9 @@ class Recorder:
             self._paths.setdefault(module, path)
         for parameter in net.parameters():
             if self._storage(parameter) not in self._kinds:
-                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += parameter.nbytes
+                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += (
+                    parameter.nbytes
+                )
         for name, tensor in (*net.named_parameters(), *net.named_buffers()):
             self._called[storage := self._storage(tensor)] = name
             self._kinds[storage] = PARAMETER
@@ -199,7 +201,9 @@ class Recorder:
     def crossed(self, source: Storage, at: int, meta: Meta, made: Storage) -> None:
         """See ``Observer``."""
         self._sizes[source.name], self._sizes[made.name] = source.nbytes, made.nbytes
-        self._moved(repr(source.stream), repr(made.stream), _over(source.name, at, meta), made.name, meta.geometry.dtype.itemsize)
+        self._moved(
+            repr(source.stream), repr(made.stream), _over(source.name, at, meta), made.name, meta.geometry.dtype.itemsize
+        )
 
     def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
         """See ``Observer``."""
@@ -243,7 +247,7 @@ class Recorder:
         if storage in self._made or storage in self._kinds:
             return
         parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if parameter or type(tensor) is RemoteTensor and tensor._handle.anchor:
+        if parameter or (type(tensor) is RemoteTensor and tensor._handle.anchor):
             self._kinds[storage] = PARAMETER
         elif tensor.grad_fn is not None:
             self._kinds[storage] = ACTIVATION

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
@@ -172,7 +173,9 @@ class RemoteTensor(torch.Tensor):
         raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
 
     def __dlpack__(self, **options: Any) -> Any:
-        raise NotSupported("a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home")
+        raise NotSupported(
+            "a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home"
+        )
 
     def share_memory_(self) -> Any:
         raise NotSupported("a tensor that lies at a worker is not shared with processes here", hint=".cpu() brings a copy home")
@@ -232,7 +235,7 @@ def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
     if found is None:
         handle = tensor._handle
         strided = tensor._meta.geometry.layout is _STRIDED
-        whole = tensor._at == -1 and (not strided or tensor._offset == 0 and _dense(tensor))
+        whole = tensor._at == -1 and (not strided or (tensor._offset == 0 and _dense(tensor)))
         bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
         source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
         copied = post(handle.stream, operator(aten.clone.default), (source,), {})
@@ -350,6 +353,11 @@ def _check_kind(tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+
+
+def bring_home(value: Any) -> Any:
+    """A value of lists, tuples and dictionaries, with its remote tensors copied here."""
+    return tree_map_only(RemoteTensor, lambda tensor: tensor.cpu(), value)
 
 
 # -- where an operation runs
@@ -497,7 +505,7 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
     if len(given) == 1:
         return given[0]
-    return tuple(each if own is None else own for each, own in zip(out, given))
+    return tuple(given) if out is None else tuple(each if own is None else own for each, own in zip(out, given))
 
 
 def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -672,7 +680,8 @@ def _ask(
                 made[name] = index
                 results.append(("new", nbytes, meta, offset))
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
-    if not (op.dynamic and op.sized_by_values(args)):
+    sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
+    if not sparse and not (op.dynamic and op.sized_by_values(args)):
         known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
@@ -764,6 +773,9 @@ def _refresh(tensor: RemoteTensor) -> None:
 
 def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator on lists, whose elements may lie at several places: by the places of its first list."""
+    if op.versions:
+        for each in op.operands_written(args, kwargs):
+            increment_version(each)
     first = args[0]
     places = [place_of(each) for each in first]
     distinct = list(dict.fromkeys(places))
@@ -823,7 +835,7 @@ def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> A
     moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
     rest = {name: value for name, value in kwargs.items() if name != "device"}
     wanted = kwargs.get("dtype")
-    if wanted is not None and wanted is not tensor.dtype or kwargs.get("memory_format") is not None:
+    if (wanted is not None and wanted is not tensor.dtype) or kwargs.get("memory_format") is not None:
         return aten._to_copy.default(moved, **rest)
     return moved
 

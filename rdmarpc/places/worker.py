@@ -26,6 +26,7 @@ same. The next answer is the error; RESET, which the caller posts to all its str
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 import threading
@@ -53,6 +54,10 @@ _SHOWN = {
     ring.FETCH: "a copy to the caller",
 }
 """Messages that a timeline has, and what they are in words."""
+
+
+ENDED = -1
+"""In the place of a question's number: the stream has ended, and nothing will be answered any more."""
 
 
 class Void:
@@ -85,7 +90,9 @@ def _overload(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
     except AttributeError:
-        raise NotSupported(f"this worker has no operator {name}", hint="import what registers it in the worker's program") from None
+        raise NotSupported(
+            f"this worker has no operator {name}", hint="import what registers it in the worker's program"
+        ) from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -181,8 +188,9 @@ class Runner:
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(True):
                 self._loop()
-        except RdmaError:
-            pass  # the caller has gone, or we leave
+        except RdmaError as error:  # the caller has gone, or we leave, or nothing more can be read
+            with contextlib.suppress(RdmaError):
+                self._answer(ENDED, ("error", dump_error(error, self._position)))
         finally:
             self.stopped = True
             self.values.clear()
@@ -255,11 +263,17 @@ class Runner:
         words, at = self._batch, self._at
         try:
             awaited = bool(words) and words[at] & 255 == ring.LAND
-            now = f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}" if words else f"waits for {self.channel.peer} to post"
+            now = (
+                f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}"
+                if words
+                else f"waits for {self.channel.peer} to post"
+            )
         except (IndexError, KeyError):
             now = "between two operations"
         state = "has ended" if self.stopped else now if self.void is None else "stands still until its error is asked for"
-        return f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        return (
+            f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        )
 
     def _tell(self) -> None:
         if self._told != self.ring.read:
@@ -349,7 +363,9 @@ class Runner:
                 wanted, offset, named = told
                 if each.shape != wanted.shape or each.dtype is not wanted.dtype or each.layout is not wanted.layout:
                     raise _changed(signature, each, wanted)
-                if wanted.layout is torch.strided and (each.stride() != wanted.strides or named and each.storage_offset() != offset):
+                if wanted.layout is torch.strided and (
+                    each.stride() != wanted.strides or (named and each.storage_offset() != offset)
+                ):
                     raise _changed(signature, each, wanted)
                 if named:
                     self.values[name] = each
@@ -596,7 +612,9 @@ def write_strided(
     if not tensor.numel():
         return
     if 0 in tensor.stride():  # elements that are one are written once
-        tensor = tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride())
+        tensor = tensor.as_strided(
+            [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride()
+        )
     if mapped is None:
         mapped, offset = channel.map(remote), 0
     if mapped is not None:
@@ -617,19 +635,21 @@ def write_strided(
 
 def flags() -> tuple[Any, ...]:
     """Flags of torch, and of this thread, that change what operators compute."""
-    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0)
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0, _dtype())
 
 
 def set_flags(told: tuple[Any, ...]) -> None:
     """Set them, in the thread that runs operations."""
-    deterministic, warns, mkldnn, precision, threads, flushes = told
+    deterministic, warns, mkldnn, precision, threads, flushes, dtype = told
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushes)
+    torch.set_default_dtype(decode(dtype))
 
 
 _deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
 _mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
+_dtype = torch.get_default_dtype
 _TINY, _ONE = 5e-324, 1.0
