@@ -218,6 +218,8 @@ class Callee:
             self._reply(answering, answer)
         finally:
             self.running.pop(thread, None)
+            if current.context is not None:  # entered by the function, and never left
+                current.context = None
             if observer is not None:
                 observer.served(answering)
 
