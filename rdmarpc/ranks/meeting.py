@@ -42,6 +42,8 @@ _FAILED = "failed"
 """The key of what a rank tells that cannot join."""
 _GRACE_S = 0.05
 _LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
+_LAST = "open"
+"""What ranks tell last."""
 _CLAIMS_S = 0.1
 """How often a rank that waits looks at the claims."""
 
@@ -119,7 +121,8 @@ class Meeting:
                 found.extend(bytes(self._store.get(key)) for key in keys)
             else:
                 self._look(keys)
-                self._look_at_claims()
+                if kind != _LAST:  # then others may take their claims back
+                    self._look_at_claims()
             return bool(found)
 
         self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
@@ -275,11 +278,11 @@ class Meeting:
     def end(self) -> None:
         """Nobody's memory is given back before all have opened it. Then take back what nobody needs any more: a process that
         joins under one of these ranks later must not find it."""
-        self.all("open", "")
+        self.all(_LAST, "")
         with contextlib.suppress(RuntimeError):  # of a store that cannot, or has ended
             for key in self._told:
                 store = self._base if key.startswith("claim/") else self._store
-                if not key.startswith("open/"):
+                if not key.startswith(_LAST):
                     store.delete_key(key)
 
 
