@@ -76,6 +76,8 @@ class _Way:
         self.arriving = Head(0, 0, 0)
         self.queue: deque[Message] = deque()
         self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._plan: Plan | None = None
+        """Of the message under way, if it ``changes`` the lane."""
 
     def begin(self, sequence: int, code: int, tag: int, message: Message) -> None:
         """Send a message, or take one. The first of its size, type and tag makes a plan."""
@@ -86,7 +88,17 @@ class _Way:
                 self._plans.clear()
             sides = {self.peer: (0, nbytes)}, dict[int, tuple[int, int]]()
             plan = self._plans[code, tag, nbytes] = self.streams.plan(code, tag, *(sides if self.out else sides[::-1]))
+        if plan.changes:
+            self.streams.offer(plan)
+            self._plan = plan
         self.streams.begin(plan, sequence, address, address, patient=aside.on)
+
+    def end(self, limit: float, check: Callable[[], None]) -> None:
+        """The message under way has moved."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            self.streams.grow(plan, limit, check)
+            self._plans.clear()
 
 
 class Pairs:
@@ -220,6 +232,7 @@ class Pairs:
                     return moved
                 status = way.streams.advance(slice_ns)
                 if status == OK:
+                    way.end(self.timeout, lambda: self._look(way))
                     self._done(way, message)
                     moved = True
                     continue
@@ -442,5 +455,6 @@ class Pairs:
         for way in (*self._outs.values(), *self._ins.values()):
             if way.lock.acquire(timeout=1.0):  # whoever moves it stops, and nobody begins again
                 way.lock.release()
+        self._outs, self._ins = {}, {}
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
