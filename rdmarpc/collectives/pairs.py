@@ -49,14 +49,22 @@ class Message(Work):
     def __init__(self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str) -> None:
         """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
         super().__init__(nothing, outputs, kind)
-        self.pairs, self.data, self.peer, self.tag, self.kind = pairs, data, peer, tag, kind
+        self.pairs, self.peer, self.tag, self.kind = pairs, peer, tag, kind
+        self.data: torch.Tensor | None = data
+        """What is sent, or where it comes; ``None`` once that has succeeded: nobody may ever wait."""
         self.source = peer
         self.code, self.nbytes = _code(data.dtype), data.nbytes
+        self.count, self.dtype = data.numel(), data.dtype
 
     @property
     def describe(self) -> str:
-        kind_of = f"{self.data.numel()} elements, {self.data.dtype}, tag {self.tag}"
+        kind_of = f"{self.count} elements, {self.dtype}, tag {self.tag}"
         return f"{self.kind} {_called(self.pairs.ranks, self.peer)}({kind_of})"
+
+    def finish(self, error: BaseException | None, give: Callable[[], object] | None = None) -> None:
+        if error is None:  # else another thread may be moving it
+            self.data = self.put = None
+        super().finish(error, give)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.over:
@@ -81,6 +89,7 @@ class _Way:
 
     def begin(self, sequence: int, code: int, tag: int, message: Message) -> None:
         """Send a message, or take one. The first of its size, type and tag makes a plan."""
+        assert message.data is not None
         address, nbytes = message.data.data_ptr(), message.nbytes
         plan = self._plans.get((code, tag, nbytes))
         if plan is None:
@@ -295,7 +304,7 @@ class Pairs:
             return None
         me, other = self.ranks[self.rank], self.ranks[peer]
         return Mismatch(
-            f"rank {me} receives {here} bytes of {message.data.dtype} from rank {other}, which sends {nbytes} of "
+            f"rank {me} receives {here} bytes of {message.dtype} from rank {other}, which sends {nbytes} of "
             f"{theirs.dtype} (tag {head.elements})"
         )
 
@@ -306,6 +315,7 @@ class Pairs:
             way.current = None
         if message.kind == _APART:
             head = way.arriving
+            assert message.data is not None
             with self._lock:
                 asked = next((m for m in self._wanted if m.peer in (way.peer, -1) and m.tag == message.tag), None)
                 if asked is None:
@@ -324,6 +334,7 @@ class Pairs:
             message.finish(problem)
             return
         message.source = peer
+        assert message.data is not None
         kernels.copy(message.data.data_ptr(), data.data_ptr(), data.numel())
         self._finish(message)
 

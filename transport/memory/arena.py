@@ -69,7 +69,8 @@ class Segment:
         instead of a SIGBUS. Raises ``ArenaFull``."""
         if self.fd < 0 or end <= self._reserved:
             return
-        end = min(self.nbytes, -(-end // _RESERVE) * _RESERVE)
+        step = _RESERVE if self.nbytes > POOL_BYTES else _RESERVE // 8  # a process may have hundreds of small pools
+        end = min(self.nbytes, -(-end // step) * step)
         self.reserve_range(self._reserved, end - self._reserved)
         self._reserved = end
 
