@@ -111,7 +111,7 @@ def test_a_group_costs_little_and_gives_all_back(device: str):
         assert found["numbers"] == 0
         if device == "shm":
             assert found["each"] <= 1 and found["large"] > 8, found
-            assert found["left"] <= 4 and found["end"] == 0, found  # parts of pages, and one pool for all groups to come
+            assert found["left"] <= 4 and found["end"] < 0.1, found  # parts of pages, and one pool for all groups to come
             assert found["later"] - found["left"] <= 1, found
 
 
