@@ -112,7 +112,7 @@ def training(folder: str) -> None:
         rpc.load_checkpoint(fewer, str(Path(folder) / "groups"))
     with pytest.raises(ValueError, match="no model in the state has"):
         rpc.save_checkpoint({"optimizer": again["optimizer"]}, str(Path(folder) / "alone"))
-    with pytest.raises(Exception, match="nowhere|metadata"):
+    with pytest.raises(Exception, match=r"nowhere|metadata"):
         rpc.load_checkpoint(again, str(Path(folder) / "nowhere"))
     (Path(folder) / "file").touch()
     with pytest.raises(OSError):
