@@ -15,12 +15,14 @@ from functools import partial
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from . import autograd, timeline
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from .ground import exits, futures, here
+from .ground import exits, here
 from .ground.worker_info import WorkerInfo
 from .group.gather import Meeting as AllGatherStates  # noqa: F401
 from .group.gather import _all_gather
@@ -179,7 +181,7 @@ def _wait_all() -> Iterator[None]:
             _collecting -= 1
         collected = _thread_local_var.future_list
         del _thread_local_var.future_list
-        futures.wait_all(collected)
+        torch.futures.wait_all(collected)
 
 
 def _collect(future: Future) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+_SCRIPT = "__torch__."
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAY_DEFER = object()
@@ -23,5 +24,7 @@ def async_execution(function: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    if (scripted := getattr(function, "qualified_name", "")).startswith(_SCRIPT):  # it has the name of its class
+        wrapper.__module__, _, wrapper.__qualname__ = scripted.removeprefix(_SCRIPT).rpartition(".")
     wrapper._wrapped_async_rpc_function = function  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]

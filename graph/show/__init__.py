@@ -1,1 +1,1 @@
-"""A plan for people: its description as data, as tables, as a picture, and in what it is not as one process."""
+"""What crosses in a step, for people: as data, as tables, as a picture."""

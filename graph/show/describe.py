@@ -1,52 +1,38 @@
-"""The tensors that cross between workers in one plan, as plain data: to print, to save, to draw.
-
-Everything is known before the first step; nothing here touches a tensor.
-"""
+"""The tensors that cross between workers in a step, as plain data: to print, to save, to draw."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..plan.analyze import TransferGraph, Value
-from ..plan.place import ACTIVATION, GRADIENT, Edge, Placement
-from ..plan.program import names_in
-from ..trace.sites import Site
-from ..wire.header import HEADER_BYTES
+from ..fragments.cut import crossings, varying
+from ..fragments.flow import ACTIVATION, Flow
+from ..fragments.records import BACKWARD, Move, Operation, Recorded
 from .drawing import draw
-from .records import Crossing, SegmentRecord, Use, WorkerRecord
+from .records import Crossing, WorkerRecord
 from .tables import Histogram, histogram, table
 
-_FORMAT, _VERSION = "rdmarpc transfers", 1
+_FORMAT, _VERSION = "rdmarpc transfers", 2
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """All that crosses in one plan. ``depth``: the fewest slots that an edge has. ``print`` shows everything, ``table`` the
-    crossings alone. Totals are bytes of payload in a training step, without edges whose shape is free. ``reordered``: tensors
-    and parameters whose gradients are not summed in the order of one process, so that they are equal up to rounding."""
+    """All that crosses in one step. ``print`` shows everything, ``table`` the crossings alone. ``caller``: the worker that
+    posts. ``steps``: how many were compared to tell static from dynamic crossings."""
 
-    number: int
     caller: str
-    depth: int
     crossings: tuple[Crossing, ...]
     workers: tuple[WorkerRecord, ...]
-    segments: tuple[SegmentRecord, ...]
-    reordered: tuple[str, ...] = ()
+    steps: int = 1
 
     @property
     def nbytes(self) -> int:
-        return sum(crossing.nbytes or 0 for crossing in self.crossings)
-
-    @property
-    def slot_bytes(self) -> int:
-        return sum(crossing.slot_bytes for crossing in self.crossings)
+        return sum(crossing.nbytes * crossing.times for crossing in self.crossings)
 
     def writes(self, crossing: Crossing) -> list[Crossing]:
         """All crossings of the same tensor from the same worker: that many writes from one source."""
@@ -54,72 +40,42 @@ class Transfers:
         return [other for other in self.crossings if (other.kind, other.name, other.source) == same]
 
     def histogram(self) -> list[Histogram]:
-        """The number of crossings of each size, for each kind. Triggers and crossings of unknown size do not count."""
+        """The number of crossings of each size, for each kind."""
         sizes: dict[str, list[int]] = {}
         for crossing in self.crossings:
-            if crossing.nbytes is not None and not crossing.trigger:
-                sizes.setdefault(crossing.kind, []).append(crossing.nbytes)
+            sizes.setdefault(crossing.kind, []).extend([crossing.nbytes] * crossing.times)
         return [histogram(kind, found) for kind, found in sizes.items()]
 
     def table(self) -> str:
-        """One line a crossing, one with the sums, one for each tensor that was staged, and one for all that is ``reordered``;
-        no empty lines."""
-        head = ("tensor", "kind", "from", "to", "shape", "bytes", "slots", "edge", "write", "memory of")
-        rows = []
-        for crossing in self.crossings:
-            writes = self.writes(crossing)
-            rows.append(
-                (
-                    crossing.name,
-                    crossing.kind,
-                    crossing.source,
-                    f"{crossing.target}/{crossing.device}" if crossing.device else crossing.target,
-                    shape_text(crossing),
-                    "?" if crossing.nbytes is None else f"{crossing.nbytes:,}",
-                    str(crossing.depth),
-                    "static" if crossing.static else "dynamic",
-                    f"{writes.index(crossing) + 1}/{len(writes)}",
-                    crossing.allocator,
-                )
-            )
-        free = sum(crossing.nbytes is None for crossing in self.crossings)
-        more = f" and what {free} of free shape have" if free else ""
-        count = len(self.crossings)
-        total = f"{count} edges, {self.nbytes:,} bytes cross in a training step{more}, {self.slot_bytes:,} bytes of slots"
-        staged = [
-            f"{c.kind} {c.name} from {c.source} to {c.target}: {c.staged:,} bytes staged so far"
-            + (f" ({c.why})" if c.why else "")
+        """One line a crossing, and one with the sums; no empty lines. "x 4": as many of one name; "again": that many of them
+        were there already; "dynamic": not in every step, or not always of this shape."""
+        head = ("tensor", "kind", "from", "to", "shape", "bytes", "memory of")
+        rows = [
+            (c.name, c.kind, c.source, c.target, shape_text(c), f"{c.nbytes:,}{f' x {c.times}' * (c.times > 1)}", _memory(c))
             for c in self.crossings
-            if c.staged
         ]
-        if self.reordered:
-            staged.append(f"gradients not summed in the order of one process: {', '.join(self.reordered)}")
-        return "\n".join([table(head, rows, right=(5, 6)), total, *staged])
+        count = sum(crossing.times for crossing in self.crossings)
+        total = f"{count} edges, {self.nbytes:,} bytes cross in a training step"
+        if again := sum(crossing.nbytes * crossing.again for crossing in self.crossings):
+            total += f", {again:,} of them again"
+        return "\n".join([table(head, rows, right=(5,)), total])
 
     def uses(self) -> str:
-        """One line for each tensor and worker that reads it: the operation that makes it, and the first and last use."""
-        head = ("tensor", "made by", "at", "read at", "first use", "last use", "gradient")
-        rows = [
-            (c.name, c.producer, c.source, c.target, str(c.first or ""), str(c.last or ""), "yes" if c.needs_gradient else "no")
-            for c in self.crossings
-            if c.kind == ACTIVATION
-        ]
-        return table(head, rows)
+        """One line for each crossing: the operation that made it, and the first and last one that reads it where it goes."""
+        head = ("tensor", "made by", "at", "read at", "first use", "last use")
+        return table(head, [(c.name, c.allocator, c.source, c.target, c.first, c.last) for c in self.crossings])
 
     def __str__(self) -> str:
-        head = ("worker", "parameters", "bytes in", "bytes out", "slots", "runs")
+        head = ("worker", "parameters", "bytes in", "bytes out", "peak", "runs")
         workers = [
-            (w.name, f"{w.parameter_bytes:,}", f"{w.bytes_in:,}", f"{w.bytes_out:,}", f"{w.slot_bytes:,}", _few(w.parts))
+            (w.name, f"{w.parameter_bytes:,}", f"{w.bytes_in:,}", f"{w.bytes_out:,}", f"{w.peak_bytes:,}", _few(w.parts))
             for w in self.workers
         ]
-        segments = [(str(s.number), s.worker, "yes" if s.backward else "no", _few(s.operations)) for s in self.segments]
-        blocks = [self.table(), table(head, workers, right=(1, 2, 3, 4))]
-        if self.segments:
-            blocks[1:1] = [self.uses(), table(("segment", "worker", "backward", "operations"), segments)]
+        blocks = [self.table(), self.uses(), table(head, workers, right=(1, 2, 3, 4))]
         return "\n\n".join([*blocks, *(str(sizes) for sizes in self.histogram())])
 
     def to_json(self) -> str:
-        """This plan alone; ``from_json`` reads it."""
+        """This step alone; ``from_json`` reads it."""
         return to_json([self])
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -132,153 +88,115 @@ class Transfers:
         draw(self, path)
 
 
-def to_json(plans: Sequence[Transfers]) -> str:
-    """Several plans in one text."""
-    return json.dumps({"format": _FORMAT, "version": _VERSION, "plans": [dataclasses.asdict(plan) for plan in plans]}, indent=1)
+def to_json(found: Sequence[Transfers]) -> str:
+    """Several steps in one text."""
+    return json.dumps({"format": _FORMAT, "version": _VERSION, "steps": [dataclasses.asdict(each) for each in found]}, indent=1)
 
 
 def from_json(text: str) -> list[Transfers]:
-    """The plans of a text that ``to_json`` made. ``ValueError`` for anything else."""
+    """The steps of a text that ``to_json`` made. ``ValueError`` for anything else."""
     try:
         found = json.loads(text)
         if found["format"] != _FORMAT or found["version"] != _VERSION:
             raise ValueError(f"version {found['version']!r} of {found['format']!r}")
-        return [_plan(plan) for plan in found["plans"]]
+        return [_transfers(each) for each in found["steps"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"these are not the transfers of a model, version {_VERSION}: {error}") from error
 
 
-def save(path: str | os.PathLike[str], plans: Sequence[Transfers]) -> None:
-    Path(path).write_text(to_json(plans) + "\n")
+def save(path: str | os.PathLike[str], found: Sequence[Transfers]) -> None:
+    Path(path).write_text(to_json(found) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> list[Transfers]:
-    """The plans of a file; ``OSError``, or ``ValueError`` if it is none of ours."""
+    """The steps of a file; ``OSError``, or ``ValueError`` if it is none of ours."""
     return from_json(Path(path).read_text())
 
 
 def describe(
-    placement: Placement, parameter_bytes: Mapping[str, int] | None = None, staged: Mapping[int, tuple[int, str]] | None = None
+    caller: str,
+    crossings: Sequence[Crossing],
+    parameter_bytes: Mapping[str, int],
+    parts: Mapping[str, Iterable[str]] | None = None,
+    peaks: Mapping[str, int] | None = None,
+    steps: int = 1,
 ) -> Transfers:
-    """``parameter_bytes``: of the model, by worker; ``staged``: bytes so far and why, by number of the edge. Without a
-    graph (control edges, parameters that are served) the operations stay unnamed."""
-    known = {} if parameter_bytes is None else parameter_bytes
-    copied = {} if staged is None else staged
-    crossings = tuple(
-        dataclasses.replace(_crossing(placement.graph, edge), staged=nbytes, why=why)
-        for edge in placement.edges
-        for nbytes, why in [copied.get(edge.number, (0, ""))]
-    )
-    segments: list[SegmentRecord] = []
-    parts: dict[str, dict[str, None]] = {}
-    for segment in placement.graph.segments if placement.graph is not None else ():
-        operations = tuple(map(str, segment.instructions))
-        segments.append(SegmentRecord(segment.number, segment.worker, segment.level, operations, segment.backward))
-        modules = [str(step) for step in segment.instructions if step.kind == "module"]
-        parts.setdefault(segment.worker, {}).update(dict.fromkeys(modules))
-    workers = tuple(
+    """``parameter_bytes``: of the model, by worker; ``parts``: the modules that run at each; ``peaks``: see ``WorkerRecord``.
+    Workers are listed in the order of their first crossing, the caller first."""
+    ran, most = parts or {}, peaks or {}
+    ends = [name for crossing in crossings for name in (crossing.source, crossing.target)]
+    workers = [
         WorkerRecord(
             name,
-            known.get(name, 0),
-            sum(c.nbytes or 0 for c in crossings if c.target == name),
-            sum(c.nbytes or 0 for c in crossings if c.source == name),
-            sum(c.slot_bytes for c in crossings if c.target == name),
-            tuple(parts.get(name, ())),
+            parameter_bytes.get(name, 0),
+            sum(c.nbytes * c.times for c in crossings if c.target == name),
+            sum(c.nbytes * c.times for c in crossings if c.source == name),
+            most.get(name, 0),
+            tuple(ran.get(name, ())),
         )
-        for name in dict.fromkeys([*placement.workers, *known])
-    )
-    depth = min((edge.depth for edge in placement.edges), default=0)
-    reordered = tuple(placement.graph.reordered) if placement.graph is not None else ()
-    return Transfers(placement.number, placement.caller, depth, crossings, workers, tuple(segments), reordered)
+        for name in dict.fromkeys([caller, *ends, *parameter_bytes, *ran])
+    ]
+    return Transfers(caller, tuple(crossings), tuple(workers), steps)
+
+
+def described(recorded: Sequence[Recorded], parameter_bytes: Mapping[str, int]) -> Transfers:
+    """The last of some steps that were recorded; the others say what varies."""
+    step = recorded[-1]
+    flow, dynamic = Flow(step), varying(recorded)
+    again = {number for number, _ in flow.again()}
+    order = {id(move): number for number, move, _ in flow.moved}
+    found: dict[Any, list[tuple[int, Move, bool]]] = {}
+    for key, moves in crossings(step).items():
+        for at, move in enumerate(moves):
+            static = (key, at) not in dynamic
+            row = key, move.operand.shape, move.operand.dtype, move.nbytes, static, move.phase == BACKWARD
+            found.setdefault(row, []).append((order[id(move)], move, static))
+    rows = sorted(found.items(), key=lambda each: each[1][0][0])
+    called: dict[int, str] = {}
+    shown = [_crossing(number, flow, key[0], same, again, called) for number, (key, same) in enumerate(rows, 1)]
+    parts: dict[str, dict[str, None]] = {}
+    for event in step.events:
+        if isinstance(event, Operation) and event.path and event.phase != BACKWARD:
+            parts.setdefault(event.place, {})[event.path] = None
+    peaks = {place: flow.peak(place) for place in flow.places}
+    return describe(step.here, shown, parameter_bytes, parts, peaks, len(recorded))
+
+
+def _crossing(
+    number: int, flow: Flow, key: tuple[str, ...], same: list[tuple[int, Move, bool]], again: set[int], called: dict[int, str]
+) -> Crossing:
+    """``called``: what values without a name are called, by storage."""
+    source, target, kind, name, maker = key
+    _, move, static = same[0]
+    operand, origin = move.operand, flow.origin(move.operand.storage)
+    uses = [str(event) for event in flow.uses(move) if isinstance(event, Operation)]
+    first, last = (uses[0], uses[-1]) if uses else ("", "")
+    name = name or called.setdefault(origin, maker if maker and kind == ACTIVATION else f"for {first}" if first else kind)
+    repeated = sum(event in again for event, _, _ in same)
+    return Crossing(
+        number, name, kind, source, target, operand.shape, operand.dtype, move.nbytes, static, len(same), repeated,
+        maker or kind, first, last,
+    )  # fmt: skip
 
 
 def shape_text(crossing: Crossing) -> str:
-    """``float32[8, ?]``"""
-    return f"{crossing.dtype}[{', '.join('?' if n is None else str(n) for n in crossing.shape)}]"
+    """``float32[8, 4]``"""
+    return f"{crossing.dtype}[{', '.join(map(str, crossing.shape))}]"
 
 
-def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
-    shape = tuple(n if n >= 0 else None for n in edge.shape)
-    known = [n for n in shape if n is not None]
-    plain = Crossing(
-        number=edge.number,
-        name=edge.value,
-        kind=edge.kind,
-        source=edge.source,
-        target=edge.target,
-        shape=shape,
-        dtype=str(edge.dtype).removeprefix("torch."),
-        nbytes=prod(known) * edge.dtype.itemsize if len(known) == len(shape) else None,
-        depth=edge.depth,
-        slot_bytes=edge.depth * (HEADER_BYTES + edge.nbytes),
-        static=edge.static,
-        device=edge.device,
-    )
-    value = None if graph is None else graph.values.get(edge.value)
-    if graph is None or value is None:
-        return plain
-    producer = _producer(graph, value)
-    if edge.kind == GRADIENT:
-        users = [use.operation for use in _uses(graph, value, edge.source) if graph.segments[use.segment].backward]
-        maker = "backward of " + ", ".join("the loss" if user == "output" else user for user in dict.fromkeys(users))
-        use = Use(value.producer, f"backward of {producer}")
-        return dataclasses.replace(plain, producer=maker, allocator=maker, first=use, last=use)
-    uses = _uses(graph, value, edge.target)
-    return dataclasses.replace(
-        plain,
-        needs_gradient=graph.returns_gradient(value, edge.target),
-        trigger=value.trigger,
-        producer=producer,
-        allocator=f"slot of {value.slot_of}" if value.slot_of else str(value.site or ""),
-        site=value.site,
-        first=uses[0] if uses else None,
-        last=uses[-1] if uses else None,
-    )
+def _memory(crossing: Crossing) -> str:
+    marks = ["dynamic"] * (not crossing.static)
+    if crossing.again:
+        marks.append("again" if crossing.times == crossing.again else f"{crossing.again} again")
+    return crossing.allocator + (f" ({', '.join(marks)})" if marks else "")
 
 
-def _producer(graph: TransferGraph, value: Value) -> str:
-    if value.trigger:
-        return "start"
-    for step in graph.segments[value.producer].instructions:
-        if value.name in step.results:
-            return str(step)
-    return value.name
-
-
-def _uses(graph: TransferGraph, value: Value, worker: str) -> list[Use]:
-    """The operations of a worker that read a value, in order; for a trigger, the operations that it starts."""
-    found = []
-    for number in value.consumers:
-        segment = graph.segments[number]
-        if segment.worker != worker:
-            continue
-        steps = [step for step in segment.instructions if value.trigger or value.name in names_in((step.args, step.kwargs))]
-        found += [Use(number, str(step)) for step in (steps[:1] if value.trigger else steps)]
-    if worker == graph.caller and value.name in names_in(graph.output):
-        found.append(Use(max(n for n in value.consumers if graph.segments[n].worker == worker), "output"))
-    return found
-
-
-def _plan(plan: dict[str, Any]) -> Transfers:
+def _transfers(each: dict[str, Any]) -> Transfers:
     return Transfers(
-        plan["number"],
-        plan["caller"],
-        plan["depth"],
-        tuple(
-            Crossing(
-                **{
-                    **crossing,
-                    "shape": tuple(crossing["shape"]),
-                    "site": crossing["site"] and Site(**crossing["site"]),
-                    "first": crossing["first"] and Use(**crossing["first"]),
-                    "last": crossing["last"] and Use(**crossing["last"]),
-                }
-            )
-            for crossing in plan["crossings"]
-        ),
-        tuple(WorkerRecord(**{**worker, "parts": tuple(worker["parts"])}) for worker in plan["workers"]),
-        tuple(SegmentRecord(**{**segment, "operations": tuple(segment["operations"])}) for segment in plan["segments"]),
-        tuple(plan.get("reordered", ())),
+        each["caller"],
+        tuple(Crossing(**{**crossing, "shape": tuple(crossing["shape"])}) for crossing in each["crossings"]),
+        tuple(WorkerRecord(**{**worker, "parts": tuple(worker["parts"])}) for worker in each["workers"]),
+        each["steps"],
     )
 
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: workers as boxes in a row, and one arrow for all tensors of a kind that one sends to another.
+"""The picture of a step: workers as boxes in a row, and one arrow for all tensors of a kind that one sends to another.
 
 Arrows to the right run above the boxes, those to the left below, each group of overlapping ones on lanes of its own. They rise
 and sink only over boxes, and what they carry is written in the gaps between boxes: so nothing ever covers anything else.
@@ -17,7 +17,7 @@ from .records import Crossing, WorkerRecord
 from .tables import shortened, size
 
 INK, QUIET, PAPER, BOX = "#1a1a1a", "#5f6368", "#ffffff", "#eef2f5"
-COLORS = {"activation": "#0072b2", "gradient": "#d55e00", "weight": "#00795c"}
+COLORS = {"activation": "#0072b2", "gradient": "#d55e00", "weight": "#00795c", "parameter": "#00795c", "input": "#6b4c9a"}
 """Okabe and Ito's palette, green a little darker: it has to carry text."""
 TITLE, TEXT, SMALL = 14.0, 11.0, 9.0
 MARGIN, PAD, PORT, LANE, LINE = 18.0, 10.0, 9.0, 17.0, 14.0
@@ -54,12 +54,9 @@ class Arrow:
 
     @property
     def label(self) -> str:
-        sizes = [crossing.nbytes for crossing in self.crossings if crossing.nbytes is not None]
-        amount = size(sum(sizes)) if len(sizes) == len(self.crossings) else "size varies"
-        if len(self.crossings) > 1:
-            return f"{len(self.crossings)} tensors · {amount}"
-        name = shortened(self.crossings[0].name, 28)
-        return name if self.crossings[0].trigger else f"{name} · {amount}"
+        amount = size(sum(crossing.nbytes * crossing.times for crossing in self.crossings))
+        count = sum(crossing.times for crossing in self.crossings)
+        return f"{count} tensors · {amount}" if count > 1 else f"{shortened(self.crossings[0].name, 28)} · {amount}"
 
 
 @dataclass(slots=True)
@@ -94,7 +91,7 @@ class Picture:
 
 
 class Described(Protocol):
-    """The part of a plan that is drawn (``describe.Transfers``)."""
+    """What is drawn of a step (``describe.Transfers``)."""
 
     @property
     def crossings(self) -> Sequence[Crossing]: ...
@@ -106,7 +103,7 @@ class Described(Protocol):
 
 
 def arrange(plan: Described, measure: Measure) -> Picture:
-    """The picture of a plan: the places of its boxes and arrows."""
+    """The picture of a step: the places of its boxes and arrows."""
     rank = {worker.name: at for at, worker in enumerate(plan.workers)}
     bundles: dict[tuple[int, int, str], list[Crossing]] = {}
     for crossing in plan.crossings:
@@ -127,7 +124,7 @@ def arrange(plan: Described, measure: Measure) -> Picture:
         for rightward in (True, False):
             _place_ports(arrows, at, rightward, box.left, box.width)
     notes = _notes(plan)
-    count = len(plan.crossings)
+    count = sum(crossing.times for crossing in plan.crossings)
     title = f"{count} edge{'s' * (count != 1)}, {size(plan.nbytes)} cross in a training step"
     kinds = list(dict.fromkeys(arrow.kind for arrow in arrows))
     above = max((arrow.lane + 1 for arrow in arrows if arrow.rightward), default=0)
@@ -251,18 +248,19 @@ def _lines(worker: WorkerRecord) -> list[str]:
     if len(worker.parts) > _PARTS:
         parts.append(f"and {len(worker.parts) - _PARTS} more")
     weights = [f"{size(worker.parameter_bytes)} of parameters"] if worker.parameter_bytes else []
-    return [shortened(worker.name, 32), *parts, *weights, f"{size(worker.slot_bytes)} of slots"]
+    made = [f"{size(worker.peak_bytes)} at most in a step"] if worker.peak_bytes else []
+    return [shortened(worker.name, 32), *parts, *weights, *made]
 
 
 def _notes(plan: Described) -> list[str]:
     """Tensors that are sent to several workers, and what dashed lines mean."""
-    fans = {(c.kind, c.name, c.source): plan.writes(c) for c in plan.crossings}
+    fans = {(c.kind, c.name, c.source): dict.fromkeys(other.target for other in plan.writes(c)) for c in plan.crossings}
     notes = [
-        shortened(f"{name}: one source at {source}, {len(writes)} writes, to " + ", ".join(c.target for c in writes), 140)
-        for (_, name, source), writes in fans.items()
-        if len(writes) > 1
+        shortened(f"{kind} {name}: one source at {source}, to {', '.join(targets)}", 140)
+        for (kind, name, source), targets in fans.items()
+        if len(targets) > 1
     ]
     if len(notes) > _NOTES:
         notes[_NOTES:] = [f"and {len(notes) - _NOTES} more that are sent to several workers"]
     dynamic = sum(not crossing.static for crossing in plan.crossings)
-    return [*notes, f"dashed: {dynamic} whose shape is known in the step only"] if dynamic else notes
+    return [*notes, f"dashed: {dynamic} that not every step has in this shape"] if dynamic else notes

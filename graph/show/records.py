@@ -1,33 +1,19 @@
-"""The description of a plan (``describe``) as records of plain data: what crosses, and what each worker holds."""
+"""What crosses between workers in a step (``describe``) as records of plain data: tensors, and what each worker holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trace.sites import Site
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One operation of one segment that reads a tensor (or gives it out: ``output``)."""
-
-    segment: int
-    operation: str
-
-    def __str__(self) -> str:
-        return f"{self.operation} (segment {self.segment})"
-
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One tensor on its way to one worker: one write in a step.
+    """One tensor on its way to one worker: one write in a step, or ``times`` ones of different tensors of one name (of as many
+    micro-batches). ``again`` of them take over what was copied there already.
 
-    ``shape`` has ``None`` where a dimension is free, and then ``nbytes`` (of the payload) is ``None``. ``depth`` counts the
-    slots, which take ``slot_bytes`` at the target; ``device`` is where it wants the tensor (empty: the CPU). ``producer`` is
-    the traced operation whose result it is, and ``allocator`` says whose memory is sent: ``site`` in words, or the slot in
-    which it was received. ``first`` and ``last`` use it at the target. ``needs_gradient``: a gradient comes back. ``trigger``:
-    carries nothing, only starts a segment. ``staged``: bytes that were copied besides the transfer so far, and ``why``. A
-    tensor with several targets is several crossings of one ``name``.
+    ``kind``: activation, gradient, parameter, input, update (made in an optimizer's step), weight (sent by a parameter server).
+    ``nbytes``: payload of one write. ``static``: every step that was seen has it in this shape. ``allocator``: the operation in
+    whose memory the tensor lies, with the module in which that ran, where both are known. ``first`` and ``last``: operations
+    that read it at the target.
     """
 
     number: int
@@ -35,43 +21,25 @@ class Crossing:
     kind: str
     source: str
     target: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int, ...]
     dtype: str
-    nbytes: int | None
-    depth: int
-    slot_bytes: int
+    nbytes: int
     static: bool
-    needs_gradient: bool = False
-    trigger: bool = False
-    producer: str = ""
+    times: int = 1
+    again: int = 0
     allocator: str = ""
-    site: Site | None = None
-    first: Use | None = None
-    last: Use | None = None
-    device: str = ""
-    staged: int = 0
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentRecord:
-    """The operations that one worker runs in one go, in order."""
-
-    number: int
-    worker: str
-    level: int
-    operations: tuple[str, ...]
-    backward: bool
+    first: str = ""
+    last: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """Bytes that land at and leave a worker in a training step, of its slots, and of the model's parameters that live there
-    (0 where nobody said). ``parts`` are the modules that it runs."""
+    """Bytes that land at and leave a worker in a step, of what the step makes there and lives at once (``peak_bytes``), and of
+    the model's parameters that lie there (0 where nobody said). ``parts`` are the modules that run there."""
 
     name: str
     parameter_bytes: int
     bytes_in: int
     bytes_out: int
-    slot_bytes: int
+    peak_bytes: int
     parts: tuple[str, ...]

@@ -77,6 +77,7 @@ from .observer import Serving
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
+_SCRIPT_HINT = "Async functions must return an IValue of Future type,"
 
 
 class Answering:
@@ -294,7 +295,10 @@ class Callee:
                     future.add_done_callback(later)
                 return None
             if inner is not MAY_DEFER and inner is not TOLD_WHO:
-                raise RuntimeError(f"{_ASYNC_HINT} but got {type(answer[0])}")
+                kind = type(answer[0])
+                if isinstance(inner, torch.jit.ScriptFunction):
+                    raise RuntimeError(f"{_SCRIPT_HINT} but got {kind.__name__}")
+                raise RuntimeError(f"{_ASYNC_HINT} but got {kind}")
         return answer
 
     def _introduce(self, link: Link, frame: Frame) -> None:

@@ -44,7 +44,7 @@ from ..links.frames import (
 )
 from ..links.post import Post
 from ..links.ring import Link, Room
-from ..message import serialize
+from ..message import script, serialize
 from ..message.tensors import (
     NOTHING,
     WORD_BYTES,
@@ -85,6 +85,8 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     parts: list[torch.Tensor] = []
     lone = None
     if not name:
+        if isinstance(function, torch.jit.ScriptFunction):
+            script.check(function, args)
         label = serialize.label(function, args)
         payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts)
     elif kwargs:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,15 @@ class ProcessGroup(Pairwise):
     """See ``Collectives`` for what it is made of."""
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: RpcBackendOptions | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        options: RpcBackendOptions | None = None,
+        job: Any = None,
     ) -> None:
-        super().__init__(store, rank, ranks, timeout, options)
+        super().__init__(store, rank, ranks, timeout, options, job)
         _groups.add(self)
 
     def getBackendName(self) -> str:
@@ -38,6 +45,30 @@ class ProcessGroup(Pairwise):
 
     def name(self) -> str:
         return "rdmarpc"
+
+    def _get_backend_name(self) -> str:
+        """torch asks whether it is gloo to know whether tensors without another device belong on the CPU."""
+        return self.name() if count() else "gloo"
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """A group of these ranks of ours, which meet; ``None`` at the others."""
+        if self.me not in ranks:
+            return None
+        name = group_name or f"{self._group_name}:split:{'_'.join(map(str, ranks))}"
+        limit = timeout or timedelta(seconds=self.engine.timeout)
+        store = dist.PrefixStore(f"{name}/", self.store)
+        made = ProcessGroup(store, ranks.index(self.me), [self.members.ranks[each] for each in ranks], limit, opts)
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or f"{self._group_desc}:split")
+        return made
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name

@@ -1,8 +1,10 @@
-"""``monitored_barrier``, ``split_group`` and the flight recorder of ``torch.distributed`` for groups of this backend.
+"""``monitored_barrier``, ``split_group``, ``_set_pg_timeout`` and the flight recorder of ``torch.distributed`` for groups of
+this backend.
 
-torch has no hook there: the first asks whether the backend is called gloo, the second for an accelerator, and the last (torch
-2.15) for what groups in C++ have, and groups in Python have not, which it does not record. So these functions are replaced
-when the first group is made, and call torch's own for groups of other backends."""
+torch has no hook there: the first asks whether the backend is called gloo, the second for an accelerator, the third sets the
+timeouts of gloo and NCCL only, and the last (torch 2.15) asks for what groups in C++ have, and groups in Python have not, which
+it does not record. So these functions are replaced when the first group is made, and call torch's own for groups of other
+backends."""
 
 from __future__ import annotations
 
@@ -71,6 +73,18 @@ def _split(parent: Any, parts: Sequence[Sequence[int]], timeout: timedelta | Non
     return dist.new_group(members, timeout, use_local_synchronization=True, group_desc=text, sort_ranks=False)
 
 
+def _set_pg_timeout(theirs: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(theirs)
+    def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        found = _ours(group)
+        if found is None:
+            theirs(timeout, group)
+            return
+        found.set_timeout(timeout)
+
+    return set_pg_timeout
+
+
 def _maybe_attach_flight_recorder(theirs: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(theirs)
     def maybe_attach_flight_recorder(pg: Any, *args: Any) -> None:
@@ -83,6 +97,7 @@ def _maybe_attach_flight_recorder(theirs: Callable[..., None]) -> Callable[..., 
 _REPLACED = {
     "monitored_barrier": _monitored_barrier,
     "split_group": _split_group,
+    "_set_pg_timeout": _set_pg_timeout,
     "_maybe_attach_flight_recorder": _maybe_attach_flight_recorder,
 }
 _replaced: list[str] = []

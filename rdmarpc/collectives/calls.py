@@ -89,6 +89,8 @@ def all_reduce(data: torch.Tensor, how: Sum, timeout: float = 0.0) -> Run:
         size = engine.size
         signature = Signature("all_reduce", data.dtype, data.numel(), how.name)
         engine.begin(signature, timeout)
+        if how.factor is not None:
+            data.detach().mul_(how.factor)
         if size > 1:
             assert engine.streams is not None
             nbytes, small = span(data)[1], span(data)[1] * (size - 1) <= ONE_SHOT
@@ -137,8 +139,11 @@ def reduce(data: Flat, how: Sum, root: int, timeout: float = 0.0) -> Run:
     def run(engine: Engine) -> None:
         engine.begin(Signature("reduce", data.dtype, data.numel(), how.name, root), timeout)
         if engine.rank != root:
-            engine.exchange({root: span(data)})
+            part = how.part(data)
+            engine.exchange({root: span(part)})
         else:
+            if how.factor is not None:
+                data.mul_(how.factor)
             if engine.size > 1:
                 _sum(engine, {}, data, data, how)
             how.finish(data, engine.size)
@@ -152,10 +157,11 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum, timeout: floa
 
     def run(engine: Engine) -> None:
         engine.begin(Signature("reduce_scatter", output.dtype, 0, how.name), timeout)
-        parts, own, result = inputs, inputs[engine.rank], span(output)
+        parts = inputs if how.factor is None else [how.part(each) for each in inputs]
+        own, result = parts[engine.rank], span(output)
         sent = {rank: span(part) for rank, part in enumerate(parts) if rank != engine.rank}
         if overlap([*sent.values(), *([] if span(own) == result else [span(own)])], [result]):
-            parts = [part.clone() for part in inputs]  # the sums would be written over what has still to be read
+            parts = [part.clone() for part in parts]  # the sums would be written over what has still to be read
             own, sent = parts[engine.rank], {rank: span(parts[rank]) for rank in sent}
         if engine.size > 1:
             _sum(engine, sent, own, output, how)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks
 from ..transport import NotSupported, RdmaError, TransferTimeout, timeouts
-from . import calls, sparse
+from . import calls, sparse, written
 from .ends import Ends
+from .forms import forms
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
 from .staging import Staging
@@ -62,15 +62,21 @@ class Collectives(_Group):
     """The collectives. Thread-safe: calls of several threads run in the order in which they come here."""
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: RpcBackendOptions | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        options: RpcBackendOptions | None = None,
+        job: Any = None,
     ) -> None:
         """``ranks``: what torch calls the members, ``rank``: the place of this one among them. ``options``: how the device of
-        this process is opened, if no group has opened it yet."""
+        this process is opened, if no group has opened it yet. ``job``: the group whose ranks these are, if it is another."""
         super().__init__(rank, len(ranks))
         self.store, self.me, self.members_count = store, rank, len(ranks)
         self._called = ranks[rank]
         limit = timeouts.above_zero(timeout.total_seconds(), OF_GROUP)
-        self.members = Ranks(store, rank, ranks, limit, options)
+        self.members = Ranks(store, rank, ranks, limit, options, job)
         self.engine = Engine(self.members, limit)
         self.pairs = Pairs(self.members, limit)
         self.queue = Queue(f"rdmarpc-group-{rank}")
@@ -126,60 +132,74 @@ class Collectives(_Group):
 
     # -- all to all
 
-    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+    @forms("allreduce")
+    def allreduce(self, tensors: Any, opts: Any) -> Work:
         tensor = _one(tensors)
-        opts = dist.AllreduceOptions() if opts is None else opts
-        operation = getattr(opts, "reduceOp", opts)
+        operation = opts.reduceOp
         if plain(tensor):
             run = calls.all_reduce(tensor, sum_of(operation, tensor.dtype), _limit(opts))
+            written.in_place("allreduce_", (tensor,))
             return _at_once(self, "all_reduce", run, [tensor], opts)
         if tensor.layout is torch.sparse_coo and tensor.is_cpu:
-            return self._submit("all_reduce", sparse.all_reduce(tensor, operation, _limit(opts)), [tensor], opts)
+            run = sparse.all_reduce(tensor, operation, _limit(opts))
+            written.in_place("allreduce_", (tensor,))
+            return self._submit("all_reduce", run, [tensor], opts)
         ends = Ends(self.staging)
-        return self._submit("all_reduce", self._summed(ends, tensor, operation, _limit(opts)), [tensor], opts, ends)
+        run = self._summed(ends, tensor, operation, _limit(opts))
+        written.in_place("allreduce_", (tensor,))
+        return self._submit("all_reduce", run, [tensor], opts, ends)
 
     def _summed(self, ends: Ends, tensor: torch.Tensor, operation: Any, limit: float) -> calls.Run:
         check([tensor], "all_reduce")
         how = sum_of(operation, tensor.dtype)
         return calls.all_reduce(ends.target(tensor, read=True), how, limit)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+    @forms("allreduce_coalesced")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
         check_apart(tensors, "all_reduce_coalesced")
         ends = Ends(self.staging)
         runs = [self._summed(ends, tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
+        written.in_place("allreduce_coalesced_", tensors)
         return self._submit_all("all_reduce", runs, tensors, opts, ends)
 
-    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensor, opts = _one(tensors), dist.ReduceOptions() if opts is None else opts
+    @forms("reduce")
+    def reduce(self, tensors: Any, opts: Any) -> Work:
+        tensor = _one(tensors)
         self._check_rank(opts.rootRank, "reduce")
         check([tensor], "reduce")
         ends, how = Ends(self.staging), sum_of(opts.reduceOp, tensor.dtype)
         data = ends.target(tensor, read=True) if self.me == opts.rootRank else ends.source(tensor)
+        written.in_place("reduce_", (tensor,), writes=self.me == opts.rootRank)
         return self._submit("reduce", calls.reduce(data, how, opts.rootRank, _limit(opts)), [tensor], opts, ends)
 
-    def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensor, opts = _one(tensors), dist.BroadcastOptions() if opts is None else opts
+    @forms("broadcast")
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
+        tensor = _one(tensors)
         self._check_rank(opts.rootRank, "broadcast")
         if plain(tensor):
+            written.in_place("broadcast_", (tensor,), writes=self.me != opts.rootRank)
             return _at_once(self, "broadcast", calls.broadcast(tensor, opts.rootRank, _limit(opts)), [tensor], opts)
         check([tensor], "broadcast")
         ends = Ends(self.staging)
         data = ends.source(tensor) if self.me == opts.rootRank else ends.target(tensor)
+        written.in_place("broadcast_", (tensor,), writes=self.me != opts.rootRank)
         return self._submit("broadcast", calls.broadcast(data, opts.rootRank, _limit(opts)), [tensor], opts, ends)
 
-    def barrier(self, opts: Any = None) -> Work:
-        opts = dist.BarrierOptions() if opts is None else opts
+    @forms("barrier")
+    def barrier(self, opts: Any) -> Work:
         run = calls.barrier(timeout=_limit(opts))
         return _at_once(self, "barrier", run, [], opts)
 
     # -- gather
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
+    @forms("allgather")
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
         outputs = output_tensors[0] if isinstance(output_tensors[0], (list, tuple)) else output_tensors
-        tensor, opts = _one(input_tensors), c10d.AllgatherOptions() if opts is None else opts
+        tensor = _one(input_tensors)
         ends = Ends(self.staging)
-        return self._submit("all_gather", self._gathered(ends, outputs, tensor, _limit(opts)), outputs, opts, ends)
+        run = self._gathered(ends, outputs, tensor, _limit(opts))
+        written.in_place("allgather_", outputs)
+        return self._submit("all_gather", run, outputs, opts, ends)
 
     def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, limit: float) -> calls.Run:
         check([tensor, *outputs], "all_gather")
@@ -190,13 +210,17 @@ class Collectives(_Group):
         places, data = [ends.target(each) for each in outputs], ends.source(tensor)
         return calls.all_to_all("all_gather", places, [data] * self.members_count, tensor.dtype, timeout=limit)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        opts = c10d.AllgatherOptions() if opts is None else opts
+    @forms("all_gather_single")
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         output, input = _one(output), _one(input)
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
-            return _at_once(self, "all_gather", calls.even("all_gather", output, input, _limit(opts)), [output], opts)
+            run = calls.even("all_gather", output, input, _limit(opts))
+            written.from_to("_allgather_base_", (input,), (output,))
+            return _at_once(self, "all_gather", run, [output], opts)
         ends = Ends(self.staging)
-        return self._submit("all_gather", self._gathered_into(ends, output, input, _limit(opts)), [output], opts, ends)
+        run = self._gathered_into(ends, output, input, _limit(opts))
+        written.from_to("_allgather_base_", (input,), (output,))
+        return self._submit("all_gather", run, [output], opts, ends)
 
     _allgather_base = all_gather_single
 
@@ -210,25 +234,29 @@ class Collectives(_Group):
         places = list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count
         return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count, tensor.dtype, timeout=limit)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        opts = c10d.AllgatherOptions() if opts is None else opts
+    @forms("all_gather_single_coalesced")
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         ends, limit = Ends(self.staging), _limit(opts)
         runs = [self._gathered_into(ends, output, tensor, limit) for output, tensor in zip(outputs, inputs, strict=True)]
+        written.from_to("allgather_into_tensor_coalesced_", inputs, outputs)
         return self._submit_all("all_gather", runs, outputs, opts, ends)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    @forms("allgather_coalesced")
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """``output_lists[rank][i]`` gets what that rank has as ``inputs[i]``."""
-        opts = c10d.AllgatherOptions() if opts is None else opts
         if len(output_lists) != self.members_count or any(len(each) != len(inputs) for each in output_lists):
             raise ValueError("all_gather_coalesced needs a list of as many tensors as there are inputs for each rank")
         ends, lists = Ends(self.staging), zip(*output_lists)
         runs = [self._gathered(ends, outputs, tensor, _limit(opts)) for outputs, tensor in zip(lists, inputs)]
-        return self._submit_all("all_gather", runs, [tensor for each in output_lists for tensor in each], opts, ends)
+        every = [tensor for each in output_lists for tensor in each]
+        written.in_place("allgather_coalesced_", every)
+        return self._submit_all("all_gather", runs, every, opts, ends)
 
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensor, opts = _one(input_tensors), dist.GatherOptions() if opts is None else opts
+    @forms("gather")
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
+        tensor = _one(input_tensors)
         root, ends = opts.rootRank, Ends(self.staging)
         outputs = self._at_root(output_tensors, root, "gather")
         check([tensor, *outputs], "gather")
@@ -239,6 +267,7 @@ class Collectives(_Group):
         run = calls.all_to_all(
             "gather", places, [data] * self.members_count, tensor.dtype, root, _limit(opts), sends=self.me != root
         )
+        written.in_place("gather_", outputs)
         return self._submit("gather", run, outputs, opts, ends)
 
     def _at_root(self, given: Any, root: int, what: str) -> Tensors:
@@ -251,8 +280,9 @@ class Collectives(_Group):
             raise ValueError(f"{what} needs a tensor for each of {self.members_count} ranks, got {len(tensors)}")
         return tensors
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensor, opts = _one(output_tensors), dist.ScatterOptions() if opts is None else opts
+    @forms("scatter")
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
+        tensor = _one(output_tensors)
         root, ends = opts.rootRank, Ends(self.staging)
         inputs = self._at_root(input_tensors, root, "scatter")
         check([tensor, *inputs], "scatter")
@@ -268,15 +298,19 @@ class Collectives(_Group):
             _limit(opts),
             receives=self.me != root,
         )
+        written.in_place("scatter_", (tensor,))
         return self._submit("scatter", run, [tensor], opts, ends)
 
     # -- scatter
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
-        output, opts = _one(output_tensors), dist.ReduceScatterOptions() if opts is None else opts
+    @forms("reduce_scatter")
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
+        output = _one(output_tensors)
         inputs = input_tensors[0] if isinstance(input_tensors[0], (list, tuple)) else input_tensors
         ends = Ends(self.staging)
-        return self._submit("reduce_scatter", self._scattered(ends, output, inputs, opts), [output], opts, ends)
+        run = self._scattered(ends, output, inputs, opts)
+        written.in_place("reduce_scatter_", (output,))
+        return self._submit("reduce_scatter", run, [output], opts, ends)
 
     def _scattered(self, ends: Ends, output: torch.Tensor, inputs: Tensors, opts: Any) -> calls.Run:
         check([output, *inputs], "reduce_scatter")
@@ -296,23 +330,27 @@ class Collectives(_Group):
         parts = list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count
         return calls.reduce_scatter(ends.target(output), parts, how, _limit(opts))
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+    @forms("reduce_scatter_single")
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         output, input = _one(output), _one(input)
         if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
             how = sum_of(opts.reduceOp, output.dtype)
-            if how.code >= 0:
+            if how.code >= 0 and how.factor is None:
                 run = calls.scatter_sum(output, input, how, _limit(opts))
+                written.from_to("_reduce_scatter_base_", (input,), (output,))
                 return _at_once(self, "reduce_scatter", run, [output], opts)
         ends = Ends(self.staging)
-        return self._submit("reduce_scatter", self._scattered_from(ends, output, input, opts), [output], opts, ends)
+        run = self._scattered_from(ends, output, input, opts)
+        written.from_to("_reduce_scatter_base_", (input,), (output,))
+        return self._submit("reduce_scatter", run, [output], opts, ends)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+    @forms("reduce_scatter_single_coalesced")
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         ends = Ends(self.staging)
         runs = [self._scattered_from(ends, output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+        written.from_to("reduce_scatter_tensor_coalesced_", inputs, outputs)
         return self._submit_all("reduce_scatter", runs, outputs, opts, ends)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -337,31 +375,34 @@ def _at_once(group: Collectives, what: str, run: calls.Run, outputs: Tensors, op
 class Pairwise(Collectives):
     """What goes from each rank to each, and messages between two."""
 
+    @forms("all_to_all_single")
     def all_to_all_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (),
-        opts: Any = None,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any,
     ) -> Work:
-        opts = dist.AllToAllOptions() if opts is None else opts
         output, input, size = _one(output), _one(input), self.members_count
         even = not output_split_sizes and not input_split_sizes and input.dim() and input.shape[0] % size == 0
         if even and plain(output, input) and output.shape == input.shape:
-            return _at_once(self, "all_to_all", calls.even("all_to_all", output, input, _limit(opts)), [output], opts)
+            run = calls.even("all_to_all", output, input, _limit(opts))
+            written.from_to("alltoall_base_", (input,), (output,))
+            return _at_once(self, "all_to_all", run, [output], opts)
         check([output, input], "all_to_all")
         ends = Ends(self.staging)
         places = split(ends.target(output).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
         parts = split(ends.source(input).view(input.shape), input_split_sizes, self.members_count, "all_to_all")
         check_own(places[self.me], parts[self.me], "all_to_all")
         run = calls.all_to_all("all_to_all", places, parts, input.dtype, timeout=_limit(opts))
+        written.from_to("alltoall_base_", (input,), (output,))
         return self._submit("all_to_all", run, [output], opts, ends)
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, *_: Any) -> Work:
-        opts = dist.AllToAllOptions() if opts is None else opts
+    @forms("alltoall")
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> Work:
         check([*output_tensors, *input_tensors], "all_to_all")
         if len(output_tensors) != self.members_count or len(input_tensors) != self.members_count:
             raise ValueError(f"all_to_all needs a tensor for each of {self.members_count} ranks, both ways")
@@ -370,6 +411,7 @@ class Pairwise(Collectives):
         ends = Ends(self.staging)
         places, parts = [ends.target(each) for each in output_tensors], [ends.source(each) for each in input_tensors]
         run = calls.all_to_all("all_to_all", places, parts, input_tensors[0].dtype, timeout=_limit(opts))
+        written.from_to("alltoall_", input_tensors, output_tensors)
         return self._submit("all_to_all", run, output_tensors, opts, ends)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -395,17 +437,17 @@ class Pairwise(Collectives):
 
     # -- pairs
 
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Work:
         tensor = _one(tensors)
-        self._check_peer(dst, "send")
+        self._check_peer(dstRank, "send")
         if plain(tensor) and not torch.autograd._profiler_enabled():
-            return self._keep(self.pairs.send(tensor, dst, tag, [tensor]))
+            return self._keep(self.pairs.send(tensor, dstRank, tag, [tensor]))
         check([tensor], "send")
         with _event("send"):
             ends = Ends(self.staging)
             data = ends.source(tensor)
             ends.begin(self.pairs.timeout)
-            return self._keep(self.pairs.send(data, dst, tag, [tensor]))
+            return self._keep(self.pairs.send(data, dstRank, tag, [tensor]))
 
     def _check_peer(self, rank: int, what: str) -> None:
         """Raise unless the group has this rank, and it is another one."""
@@ -413,14 +455,15 @@ class Pairwise(Collectives):
         if rank == self.me:
             raise ValueError(f"{what} between rank {rank} and itself")
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        self._check_peer(src, "recv")
-        return self._receive(_one(tensors), src, tag)
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Work:
+        self._check_peer(srcRank, "recv")
+        return self._receive(_one(tensors), srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self._receive(_one(tensors), -1, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        written.in_place("recv_", (tensor,))
         if plain(tensor) and not torch.autograd._profiler_enabled():
             return self._keep(self.pairs.receive(tensor, src, tag, None, [tensor]))
         check([tensor], "recv")

@@ -5,15 +5,17 @@ Where this package is installed torch has the name already (``autoload``), else 
 program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
 compiler, which many programs never import.
 
-The groups of torch are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace their methods, and end with
-an internal error at the first attribute of a group. What it makes of a call to a group stays as it is: a graph, or a break
-between two.
+Torch's groups and its RPC are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace what a call does, and
+end with an error at the first batch of another size, or at the first attribute of a group. So all our files are on its list of
+what it leaves alone. What it makes of a call to a group stays as it is: a graph, or a break between two.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +23,20 @@ from ..ground.imports import AfterImport
 
 NAME = "rdmarpc"
 _GROUPS, _RULES = "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules"
-_UNTRACED = ("rdmarpc.collectives", "rdmarpc.ranks", "rdmarpc.transport")
+_ROOT = __name__.partition(".")[0]
+_TRACED = "experiments"
+"""These are programs, which may want to be compiled."""
+_DIST2 = "torch.distributed._dist2"
+_TIMEOUT = timedelta(minutes=30)
+"""Of a group whose maker names none: torch's."""
 _told: set[str] = set()
 
 
 def register() -> None:
     """Once a process; a second time does nothing."""
     _tell(_GROUPS, _add_backend)
+    _tell(_RULES, _leave_out)
+    _tell(_DIST2, _add_factory)
 
 
 def _tell(name: str, tell: Callable[[ModuleType], None]) -> None:
@@ -52,20 +61,44 @@ def _add_backend(groups: ModuleType) -> None:
     groups.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
+def _add_factory(dist2: ModuleType) -> None:
+    """Tell torch's second interface, whose groups are in no table of the first."""
+    if NAME not in dist2._BACKENDS:
+        dist2.register_backend(NAME, independent)
+
+
+def independent(store: Any, rank: int, world_size: int, timeout: Any, device: Any, **options: Any) -> Any:
+    """``options``: those of ``RpcBackendOptions``."""
+    from ..options import RpcBackendOptions
+
+    return _made(store, rank, range(world_size), timeout, RpcBackendOptions(**options), None)
+
+
 def _leave_out(rules: ModuleType) -> None:
-    for package in _UNTRACED:
-        rules.add(package)
+    inside = {module.name for module in pkgutil.iter_modules(sys.modules[_ROOT].__path__)}
+    for name in {*inside, "graph", "transport"} - {_TRACED}:
+        rules.add(f"{_ROOT}.{name}")
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """The ``ProcessGroup`` of torch's ``DistributedBackendOptions``. ``backend_options``: ``pg_options`` of the program."""
     from ..options import RpcBackendOptions
-    from . import by_name
-    from .backend import ProcessGroup
 
     if backend_options is not None and not isinstance(backend_options, RpcBackendOptions):
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
+    named = options.global_ranks_in_group  # none of the group of all, and of groups over stores of their own
+    job = sys.modules[_GROUPS].GroupMember.WORLD if named else None
+    ranks = named or range(options.group_size)
+    return _made(options.store, options.group_rank, ranks, options.timeout or _TIMEOUT, backend_options, job)
+
+
+def _made(store: Any, rank: int, ranks: Any, timeout: timedelta, options: Any, job: Any) -> Any:
+    from ..transport.gpu.driver import count
+    from . import by_name
+    from .backend import ProcessGroup
+
     by_name.replace()
-    _tell(_RULES, _leave_out)
-    ranks = options.global_ranks_in_group or range(options.group_size)  # torch names none for the group of all
-    return ProcessGroup(options.store, options.group_rank, ranks, options.timeout, backend_options)
+    group = ProcessGroup(store, rank, ranks, timeout, options, job)
+    if not count():  # ShardedTensor takes the first device that is no CPU, whether there is one or not
+        sys.modules[_GROUPS].Backend.backend_capability[NAME] = ["cpu"]
+    return group

@@ -2,7 +2,8 @@
 
 Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 and float16 through
 float32, rounded after each pair. Minima and maxima keep what is no number, as torch's do. Complex products and all other types
-are summed by torch. Bools: a sum is an or, a product an and. An average of integers is rounded towards zero, as NCCL's."""
+are summed by torch. Bools: a sum is an or, a product an and. An average of integers is rounded towards zero, as NCCL's. What is
+multiplied before it is summed (``PREMUL_SUM``) is rounded to its type in between, as NCCL's."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ _NAMES = {
     dist.ReduceOp.BAND: "band",
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",
+    dist.ReduceOp.PREMUL_SUM: "premul_sum",
 }
 _OF_BOOLS = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}
 _BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
@@ -38,10 +40,11 @@ _BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
 class Sum:
     """An operation on tensors of one type. Raises ``ValueError`` or ``NotSupported`` for one that there is not."""
 
-    __slots__ = ("average", "code", "dtype", "function", "name")
+    __slots__ = ("average", "code", "dtype", "factor", "function", "name")
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: torch.dtype, factor: float | None = None) -> None:
+        """``factor``: what each rank multiplies its part by before; ``None``: nothing."""
+        self.name, self.dtype, self.factor = name, dtype, factor
         self.average = name == "avg"
         bits = name in ("band", "bor", "bxor")
         if bits and (dtype.is_floating_point or dtype.is_complex):
@@ -50,7 +53,9 @@ class Sum:
             raise ValueError("an average of bools is not defined")
         if dtype.is_complex and name in ("min", "max"):
             raise ValueError(f"{name} of complex numbers is not defined")
-        plain = "sum" if self.average else name
+        if factor is not None and not dtype.is_floating_point:
+            raise ValueError(f"a premultiplied sum is for floating-point numbers, got {dtype}")
+        plain = "sum" if self.average or factor is not None else name
         if dtype is torch.bool:
             self.code = fold_code("uint8", _OF_BOOLS.get(plain, plain))
         elif dtype.is_complex and plain == "sum":
@@ -68,6 +73,10 @@ class Sum:
             return self.function is not None and self.function(one, one).dtype == self.dtype
         except (NotImplementedError, RuntimeError):
             return False
+
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """What a rank with these values adds to the sum."""
+        return values if self.factor is None else values * self.factor
 
     def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""
@@ -100,5 +109,14 @@ def sum_of(operation: dist.ReduceOp, dtype: torch.dtype) -> Sum:
         name = _NAMES.get(kind)
         if name is None:
             raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
+        if name == "premul_sum":
+            return Sum(name, dtype, _factor(operation))
         found = _known[kind, dtype] = Sum(name, dtype)
     return found
+
+
+def _factor(operation: Any) -> float:
+    """That of a ``PREMUL_SUM``: a number, or a tensor of one element."""
+    if not hasattr(operation, "__getstate__") or not isinstance(state := operation.__getstate__(), tuple) or state[1] is None:
+        raise ValueError("PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(factor)")
+    return float(state[1])

@@ -48,14 +48,20 @@ def _arrive(arrived: asyncio.Future[None]) -> None:
         arrived.set_result(None)
 
 
-def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """``torch.futures.wait_all``: the values, or the first error, for which no other future is waited for. Torch's own does
-    not see the errors of ours, which C++ takes for values (``fail``)."""
-    ended: torch.futures.Future[None] = torch.futures.Future()
-    lock, left = Lock(), len(futures)
+_theirs = torch._C._collect_all
+
+
+def collect_all(futures: Sequence[Any]) -> torch.futures.Future[Any]:
+    """What ``torch.futures.collect_all`` and ``wait_all`` are made of, in every program: the futures, when all are done, or the
+    first error, for which no other future is waited for. Torch's own does not see the errors of ours, which C++ takes for
+    values (``fail``)."""
+    if not any(isinstance(future, Awaitable) for future in futures):
+        return _theirs(futures)
+    ended = Awaitable()
+    lock, left, over = Lock(), len(futures), False
 
     def tell(future: Any) -> None:
-        nonlocal left
+        nonlocal left, over
         error = None
         try:
             torch._C.Future.value(future)
@@ -63,18 +69,21 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
             error = bare(found)
         with lock:
             left -= 1
-            if ended.done():
+            if over or (left and error is None):
                 return
-            if error is not None:
-                fail(ended, error)
-            elif not left:
-                ended.set_result(None)
+            over = True
+        # Callbacks run in here, which may wait for the others.
+        if error is not None:
+            fail(ended, error)
+        else:
+            ended.set_result(list(futures))
 
     for future in futures:
-        torch._C.Future.add_done_callback(future, tell)
-    if futures:
-        ended.wait()
-    return [future.wait() for future in futures]
+        future.add_done_callback(tell)
+    return ended
+
+
+torch._C._collect_all = collect_all
 
 
 class Value(Awaitable):

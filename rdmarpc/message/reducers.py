@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from ..ground import device_maps
 from . import gpu, permits
 from .layout import bare, travels
 
+_OF_SCRIPTS = "torch._jit_internal"
+_tuple_classes: dict[tuple[str, tuple[str, ...]], type] = {}
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
@@ -64,6 +67,19 @@ def other_name(kind: type) -> str:
     if "." in kind.__qualname__ or names.get(kind.__qualname__) is kind:
         return ""
     return next((name for name, value in tuple(names.items()) if value is kind), "")
+
+
+def reduce_class(kind: type) -> Any:
+    """Tuples with names that a TorchScript function returns are of a class that torch has made, and that has no name to be found
+    by."""
+    if kind.__module__ == _OF_SCRIPTS and issubclass(kind, tuple):
+        return _tuple_class, (kind.__name__, kind._fields)  # type: ignore[attr-defined]
+    return other_name(kind) or NotImplemented
+
+
+def _tuple_class(name: str, fields: tuple[str, ...]) -> type:
+    found = _tuple_classes.get((name, fields))
+    return found or _tuple_classes.setdefault((name, fields), namedtuple(name, fields, module=_OF_SCRIPTS))  # type: ignore
 
 
 def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

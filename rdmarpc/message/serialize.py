@@ -72,8 +72,8 @@ class Message:
                 self.tensors.append(value)
                 return landed, (len(self.tensors) - 1,)
             if gpu.current is not None and gpu.current.takes(value):
-                return self._in_parts(value, self._from_gpu(gpu.current, value))
-            return self._in_parts(value, reducers.reduce_tensor(value))
+                return self.in_parts(value, self._from_gpu(gpu.current, value))
+            return self.in_parts(value, reducers.reduce_tensor(value))
         part = _parts.get(kind)
         if part is not None:
             return part(value)
@@ -86,11 +86,11 @@ class Message:
             reduced = reducers.reduce_subclass(value)
             if reduced is NotImplemented and value.requires_grad:
                 reduced = reducers.own_way(value)
-            return self._in_parts(value, reduced)
+            return self.in_parts(value, reduced)
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         if isinstance(value, type):
-            return reducers.other_name(value) or NotImplemented
+            return reducers.reduce_class(value)
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
@@ -100,7 +100,8 @@ class Message:
             self.parcel = gpu.Parcel(self.to, self._reply)
         return gpus.reduce(value, self.parcel)
 
-    def _in_parts(self, value: torch.Tensor, reduced: Any) -> Any:
+    def in_parts(self, value: torch.Tensor, reduced: Any) -> Any:
+        """``reduced`` for a tensor that is taken apart; noted, if gradients are to find it."""
         if reduced is NotImplemented or not value.requires_grad:
             return reduced
         self.parts.append(value)

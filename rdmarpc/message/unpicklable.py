@@ -8,6 +8,7 @@ from typing import Any
 
 _LIMIT_S = 0.25
 _DEPTH = 30
+_SYMBOLIC = "torch.fx.proxy"
 
 
 def explain(error: Exception, value: Any, names: tuple[str, ...], fails: Callable[[Any], bool]) -> None:
@@ -17,6 +18,9 @@ def explain(error: Exception, value: Any, names: tuple[str, ...], fails: Callabl
     deadline = time.monotonic() + _LIMIT_S
     path, culprit = "" if names else "result", value
     for _ in range(_DEPTH):
+        if type(culprit).__module__ == _SYMBOLIC:  # any attribute of it is another one
+            _append(error, "; values of a symbolic trace have no data: put the call into a function that torch.fx.wrap names")
+            break
         # An object that holds itself leads nowhere new: the depth is limited.
         found = next((part for part in _parts(culprit) if time.monotonic() < deadline and fails(part[1])), None)
         if found is None or time.monotonic() >= deadline:

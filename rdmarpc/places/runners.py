@@ -8,49 +8,59 @@ import torch
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
+from ..ground import here
 from ..transport import NotSupported, RdmaError
 from .worker import Runner
 
-_running: weakref.WeakKeyDictionary[Agent, dict[str, Runner]] = weakref.WeakKeyDictionary()
+_runners: weakref.WeakKeyDictionary[Agent, dict[str, Runner]] = weakref.WeakKeyDictionary()
 
 
-def _of(key: str) -> Runner:
-    found = _running.get(_agent.current(), {}).get(key)
+def running(key: str) -> Runner:
+    """The stream of another worker that is run here. ``RdmaError`` if it has ended."""
+    found = _runners.get(_agent.current(), {}).get(key)
     if found is None or found.stopped:
         raise RdmaError("this stream has ended")
     return found
 
 
 def open_stream(
-    key: str, caller: str, device: str, threads: int, reply: bytes, done: bytes, notify: int
+    key: str, caller: str, device: str, reply: bytes, done: bytes, notify: int
 ) -> tuple[bytes, int]:
     """Begin to run a stream of worker ``caller`` on a device: its ring, and the number of the ring's notifications."""
     agent = _agent.current()
     where = torch.device(device)
     if where.type != "cpu" and not torch.accelerator.is_available():
         raise NotSupported(f"worker {agent.name} has no {where.type} device", hint="rdmarpc doctor says what a host can do")
-    runner = Runner(agent.channel(caller), agent.channel, where, threads)
-    running = _running.setdefault(agent, {})
-    for ended in [each for each, runner in running.items() if runner.stopped]:
-        del running[ended]
-    running[key] = runner
+    runner = Runner(agent.channel(caller), agent.channel, where)
+    known = _runners.setdefault(agent, {})
+    for ended in [each for each, runner in known.items() if runner.stopped]:
+        del known[ended]
+    known[key] = runner
     agent.before_closing(runner.stop)
     return runner.open(reply, done, notify)
 
 
 def new_region(key: str, number: int, source: str, nbytes: int) -> tuple[bytes, int]:
     """See ``Runner.region``."""
-    return _of(key).region(number, source, nbytes)
+    return running(key).region(number, source, nbytes)
 
 
 def reach_region(key: str, number: int, target: str, descriptor: bytes, notify: int) -> None:
     """See ``Runner.reach``."""
-    _of(key).reach(number, target, descriptor, notify)
+    running(key).reach(number, target, descriptor, notify)
 
 
 def take_large(key: str, question: int) -> bytes:
     """An answer that was too large for its place."""
-    return _of(key).large.pop(question)
+    return running(key).large.pop(question)
+
+
+def _explain() -> list[str]:
+    agent = here.found()
+    return [runner.explain() for runner in list(_running.get(agent, {}).values()) if not runner.stopped] if agent else []
+
+
+here.explained.append(_explain)
 
 
 def counters_here() -> dict[str, int]:

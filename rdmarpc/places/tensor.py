@@ -27,12 +27,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
-from . import ring
+from . import observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
 from .operators import Operator, aten, known_operators, operator
 from .plain import encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
+from .worker import flags
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
@@ -160,6 +161,10 @@ class RemoteTensor(torch.Tensor):
         self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
 
+    def untyped_storage(self) -> Any:
+        """What tells storages apart (``RemoteStorage``); it has no memory here."""
+        return RemoteStorage(self._handle)
+
     def data_ptr(self) -> int:
         raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
 
@@ -174,6 +179,34 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+
+class RemoteStorage:
+    """In the place of a storage: its size, and a number that no other storage here has where an address would be. Libraries
+    find by these which tensors share memory."""
+
+    device = _CPU
+
+    def __init__(self, handle: Storage) -> None:
+        self._handle = handle
+
+    @property
+    def _cdata(self) -> int:
+        return self._handle.name
+
+    def data_ptr(self) -> int:
+        return self._handle.name
+
+    def nbytes(self) -> int:
+        return self._handle.nbytes
+
+    size = __len__ = nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteStorage) and other._handle is self._handle
+
+    def __hash__(self) -> int:
+        return hash(self._handle.name)
 
 
 class _Home(torch.autograd.Function):
@@ -322,6 +355,11 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
+_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad
+"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors only:
+it ran here."""
+
+
 class _Running(threading.local):
     """A place that this thread has asked for: operations whose tensors lie at several places run there."""
 
@@ -342,10 +380,10 @@ def running_at(place: Stream | None) -> Iterator[None]:
 
 
 def _remember(place: Stream | None) -> None:
-    if _grad() and _node() is None:
+    if _grad():
         if len(_ran) > _REMEMBERED:
             _forget_half()
-        _ran[_sequence()] = place
+        _ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
 
 
 def _forget_half() -> None:
@@ -361,7 +399,8 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
         try:
             return _ran[node._sequence_nr() + 1]
         except KeyError:
-            pass
+            if not isinstance(node, _OF_SEVERAL):
+                return None
     if _running.at is not None:
         return _running.at[0]
     latest: RemoteTensor | None = None
@@ -439,7 +478,10 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
 
 def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return op.func(*args, **kwargs)
+    out = op.func(*args, **kwargs)
+    if observing.observer is not None:
+        observing.observer.operation(op, args, kwargs, out, None)
+    return out
 
 
 def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -483,10 +525,10 @@ def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return _mixed(op, args, kwargs, _tensors((args, kwargs)))
     assert place is not None
     grad = _grad()
-    if grad and _node() is None:
+    if grad:
         if len(_ran) > _REMEMBERED:
             _forget_half()
-        _ran[_sequence()] = place
+        _ran.setdefault(_sequence(), place)
     return _send(place, op, form, words, grad, args, kwargs)
 
 
@@ -509,6 +551,9 @@ def _send(
     key = tuple(form)
     place.operations += 1
     with place.lock:
+        if (state := flags()) != place.state:
+            place.tell_state(state)
+        place.note(op.name, 3)
         known = place.known[grad].get(key)
         if known is None or known.kind == _ASKED:
             out = _ask(place, op, key, known, words, args, kwargs)
@@ -526,6 +571,8 @@ def _send(
                     out = wrapper(Storage(place, base, nbytes), meta, offset, -1)
                 else:
                     out = _results(place, known, base, args, kwargs)
+    if observing.observer is not None:
+        observing.observer.operation(op, args, kwargs, out, place)
     if not op.written:
         return out
     if op.first_written:
@@ -756,7 +803,7 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     with torch.no_grad():
         home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
-        out = op.func(*home_args, **home_kwargs)
+        out = _here(op, home_args, home_kwargs)
         if written:
             for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
                 if original is not filled:

@@ -12,10 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from ..calls import agent as _agent
+from ..graph.show.describe import Transfers
 from ..transport import NotSupported
 from .batches import checked, forward_backward
 from .geometry import geometry
 from .placement import Where, home, resolve
+from .recording import FirstSteps
 from .runners import counters_here
 from .stream import Stream, meta_of, stream_to, streams
 from .tensor import OWN, RemoteTensor, at_place, place_of, running_at, wrapper
@@ -56,7 +58,7 @@ def wrap(
         net.__class__ = type(kind.__name__, (WrappedModel, kind), {"_wrapped": kind, "__module__": kind.__module__})
     assert isinstance(net, WrappedModel)
     move(net, places)
-    net._placement = Placed(places, checked(chunks), outputs)
+    net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
     for path, each in places.items():
         if len(each) > 1:
             replicate(net.get_submodule(path), each)
@@ -68,8 +70,8 @@ class Placed:
 
     saved: tuple[dict[str, Any], str] | None = None
 
-    def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str) -> None:
-        self.places, self.chunks, self.outputs = places, chunks, outputs
+    def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str, first: FirstSteps) -> None:
+        self.places, self.chunks, self.outputs, self.first = places, chunks, outputs, first
         self.steps = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
@@ -89,6 +91,7 @@ class WrappedModel(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._placement.steps += 1
+        self._placement.first.begin(args, kwargs)
         found = super().__call__(*args, **kwargs)
         return bring_home(found) if self._placement.outputs == "here" else found
 
@@ -103,7 +106,18 @@ class WrappedModel(nn.Module):
     ) -> torch.Tensor:
         """Forward and backward of one batch in ``chunks`` micro-batches; see ``batches.forward_backward``."""
         placed = self._placement
-        return forward_backward(self, loss_fn, args, kwargs, target, placed.chunks if chunks is None else chunks, schedule)
+        with placed.first.whole(args, kwargs):
+            return forward_backward(self, loss_fn, args, kwargs, target, placed.chunks if chunks is None else chunks, schedule)
+
+    def transfers(self) -> list[Transfers]:
+        """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or without
+        grad), the last used one last. What is seen are the first two steps with each of the first eight forms
+        (``recording`` shows any other). Entries have ``save`` and ``draw``, and print as tables."""
+        return self._placement.first.transfers()
+
+    def placement_table(self) -> str:
+        """The tables of ``transfers`` alone, an empty line between two."""
+        return "\n\n".join(found.table() for found in self.transfers())
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """Counters of this process, of its streams, and, with ``everywhere``, of the workers that have parts."""

@@ -16,8 +16,14 @@ _FAKE = _native._TorchDispatchModeKey.FAKE
 
 
 def check_real() -> None:
-    """Raise ``NotSupported`` where tensors have no data: what is sent, or has come, could not be read."""
-    if _native._get_dispatch_mode(_FAKE) is not None:
+    """Raise ``NotSupported`` where tensors have no data, so that what is sent, or has come, could not be read; and where what
+    comes would be taken for a constant."""
+    if _native._is_tracing():
+        raise NotSupported(
+            "a call within torch.jit.trace: it is no part of the trace, which would have its result as a constant",
+            hint="trace what is before and behind the call, or put it into a function with torch.jit.ignore and use torch.jit.script",
+        )
+    if _native._len_torch_dispatch_stack() and _native._get_dispatch_mode(_FAKE) is not None:
         raise NotSupported(
             "a call within a FakeTensorMode: tensors have no data there",
             hint="call outside of it, or leave it for the call (torch.utils._python_dispatch._disable_current_modes)",

@@ -6,7 +6,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 from ..options import RpcBackendOptions
 from ..transport import Channel, Device, PeerLost, TransferTimeout, open_device
@@ -23,8 +25,8 @@ class Domain:
         """``secret``: empty for that of this user on this host."""
         self.token = secrets.token_hex(8)
         self.secret, self.kind = secret, kind
-        self.tokens: dict[int, str] = {}
-        """Of the ranks that groups have met."""
+        self.jobs: weakref.WeakKeyDictionary[Any, dict[int, Channel]] = weakref.WeakKeyDictionary()
+        """By the group of a whole job: the channels to its ranks that its subgroups have met."""
         self._channels: dict[str, Channel] = {}
         self._changed = threading.Condition()
         self.device: Device = open_device(
@@ -46,11 +48,6 @@ class Domain:
             self._channels[channel.peer_hello.decode()] = channel
             self._changed.notify_all()
         return self.token.encode()
-
-    def known(self, rank: int) -> Channel | None:
-        """The channel to a rank that a group has met."""
-        with self._changed:
-            return self._channels.get(self.tokens.get(rank, ""))
 
     def channel(self, token: str, address: bytes, name: str, timeout: float, check: Callable[[], None]) -> Channel:
         """The channel to a member. ``timeout`` in seconds. ``check`` is called while the member is waited for, and may raise.

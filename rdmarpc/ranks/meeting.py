@@ -1,8 +1,14 @@
-"""How the members of a group meet in its store: each tells where it can be reached, then where its peers may write."""
+"""How the members of a group meet in its store: each tells where it can be reached, then where its peers may write.
+
+A rank is a number, and processes come and go under it: what a killed one has told may still be in the store, and a new one may
+take its place while the others meet. So each process claims its rank with random digits first, and what it tells after that
+stands under a digest of all claims. Whoever waits looks at the claims again, and begins anew with those that there are then.
+After a meeting its ranks take back what they have told."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -11,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from ..group.job_secret import INSECURE, USERS, Claim, agree, claim
-from ..group.lives import Lives, restarted_by_launcher, runs
+from ..group.lives import restarted_by_launcher, runs
 from ..options import RpcBackendOptions
-from ..transport import PeerLost, RdmaError, TransferTimeout
+from ..transport import Channel, PeerLost, RdmaError, TransferTimeout
 from ..transport.exchange.lane import Lane
 from ..transport.exchange.streams import Streams, streams
 from . import domain as domains
@@ -35,6 +42,12 @@ _FAILED = "failed"
 """The key of what a rank tells that cannot join."""
 _GRACE_S = 0.05
 _LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
+_CLAIMS_S = 0.1
+"""How often a rank that waits looks at the claims."""
+
+
+class _Changed(Exception):
+    """Another process has claimed a rank: the meeting begins again."""
 
 
 @contextlib.contextmanager
@@ -50,17 +63,14 @@ def _naming_its_end() -> Iterator[None]:
 class Member:
     token: str
     address: bytes
-    pid: int
-    group: str
-    """The ranks of the group (``named``)."""
 
     def dump(self) -> str:
-        return json.dumps([self.token, self.address.decode(), self.pid, self.group])
+        return json.dumps([self.token, self.address.decode()])
 
     @staticmethod
     def load(text: bytes) -> Member:
-        token, address, pid, group = json.loads(text)
-        return Member(token, address.encode(), pid, group)
+        token, address = json.loads(text)
+        return Member(token, address.encode())
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -75,22 +85,32 @@ def named(ranks: Sequence[int]) -> str:
 class Meeting:
     """The members of one group at its store. ``timeout`` in seconds."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, options: RpcBackendOptions) -> None:
-        """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them."""
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        options: RpcBackendOptions,
+        known: Mapping[int, Channel],
+    ) -> None:
+        """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them.
+        ``known``: channels to the processes that are members for sure, by what torch calls them."""
         self.rank, self.size, self.timeout, self.options = rank, len(ranks), timeout, options
         self._ranks = ranks
-        self._store = store
-        known = domains.current() if dist.is_initialized() else None  # ranks of an earlier job are no ranks of this one
-        found = {place: known.known(each) for place, each in enumerate(ranks)} if known is not None else {}
-        self._channels = {place: channel for place, channel in found.items() if channel is not None}
-        """To members, as far as there are any yet."""
+        self._base = self._store = store
+        """The store, and the part of it that is for the processes that meet."""
+        self._known = {place: known[each] for place, each in enumerate(ranks) if each in known}
+        self.channels = dict(self._known)
+        """To members, by place, as far as there are any yet."""
         self._claims: list[Claim] = []
-        self._ours = not restarted_by_launcher()
-        """Whether the store has nothing of earlier lives (``Lives``)."""
+        self._texts: list[str] = []
+        self._told: list[str] = []
+        self._look_again = 0.0
 
     def all(self, kind: str, mine: str) -> list[bytes]:
         """What every member tells as ``kind``, in rank order. Raises ``TransferTimeout`` that names who is missing."""
-        self._store.set(f"{kind}/{self.rank}", mine)
+        self._tell(f"{kind}/{self.rank}", mine)
         keys = [f"{kind}/{rank}" for rank in range(self.size)]
         found: list[bytes] = []
 
@@ -99,10 +119,15 @@ class Meeting:
                 found.extend(bytes(self._store.get(key)) for key in keys)
             else:
                 self._look(keys)
+                self._look_at_claims()
             return bool(found)
 
         self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
         return found
+
+    def _tell(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._told.append(key)
 
     def _look(self, keys: Sequence[str]) -> None:
         """Raise ``PeerLost`` if a member that has not told this yet was lost."""
@@ -113,17 +138,22 @@ class Meeting:
 
     def _loss(self, place: int) -> PeerLost | None:
         """What to raise if a member was lost: its channel says so, or, as long as there is none, its process has ended."""
-        channel, text = self._channels.get(place), f"rank {self._ranks[place]} was lost before it had joined the group"
+        channel, text = self.channels.get(place), f"rank {self._ranks[place]} was lost before it had joined the group"
         if channel is not None:
             error = channel.error
             return None if error is None else PeerLost(f"{text}: {error.message}", peer=channel.peer)
-        if not self._claims or place == self.rank or runs(self._claims[place], self._claims[self.rank]) is not False:
+        if not self._claims or not self._has_ended(self._claims[place]):
             return None
         return PeerLost(f"{text}: process {self._claims[place].pid} has ended", hint="its own output may say why")
+
+    def _has_ended(self, claim: Claim) -> bool:
+        mine = self._mine
+        return claim.rank != self.rank and not restarted_by_launcher() and runs(claim, mine) is False
 
     def _check_member(self, place: int) -> None:
         """Raise if a rank has told that it could not join, or this one was lost."""
         self.check()
+        self._look_at_claims()
         if (lost := self._loss(place)) is not None:
             raise lost
 
@@ -137,66 +167,102 @@ class Meeting:
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK_S)
 
+    # -- failures
+
+    @property
+    def _others_failures(self) -> bool:
+        """Whether what stands in the store as a failure may be one of an earlier life."""
+        return self._store is self._base and restarted_by_launcher()
+
     def check(self) -> None:
         """Raise ``PeerLost`` if another rank has told that it could not join."""
         with _naming_its_end():
-            if self._ours and self._store.check([_FAILED]):
-                raise PeerLost(bytes(self._store.get(_FAILED)).decode())
+            if not self._others_failures and self._store.check([_FAILED]):
+                raise PeerLost(json.loads(bytes(self._store.get(_FAILED)))[1])
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one why it does not join, unless one has told already."""
         text = error.message if isinstance(error, RdmaError) else str(error)
         with contextlib.suppress(dist.DistError):
-            if self._ours and not self._store.check([_FAILED]):
-                why = f"{type(error).__name__}: {text}"
-                self._store.set(_FAILED, f"rank {self._ranks[self.rank]} could not join the group: {why}")
+            if not self._others_failures and not self._store.check([_FAILED]):
+                why = f"rank {self._ranks[self.rank]} could not join the group: {type(error).__name__}: {text}"
+                self._store.set(_FAILED, json.dumps([self.rank, why]))
 
-    def domain(self) -> Domain:
+    # -- who meets
+
+    def claim(self) -> bytes:
+        """Claim this rank. The secret that this process would use. Raises ``AuthenticationError``, ``ValueError``."""
+        with _naming_its_end():
+            if self._store.check([_FAILED]) and json.loads(bytes(self._store.get(_FAILED)))[0] == self.rank:
+                self._store.delete_key(_FAILED)  # of an earlier process with this rank, or an earlier try
+        self._mine, secret = claim(f"rank {self.rank} of group {next(_made)}", self.rank, self.options)
+        self._text = json.dumps([self._mine.dump(), named(self._ranks)])
+        self._tell(f"claim/{self.rank}", self._text)
+        return secret
+
+    def begin(self) -> None:
+        """Wait until every rank is claimed. What is told from now on is for these processes. Raises ``Mismatch`` for ranks that
+        make another group, or another process with our rank."""
+        self._store, self.channels = self._base, dict(self._known)
+        keys = [f"claim/{rank}" for rank in range(self.size)]
+
+        def told() -> bool:
+            held = bytes(self._store.get(keys[self.rank])).decode()
+            if held != self._text:
+                pids = f"{self._mine.pid} and {Claim.load(json.loads(held)[0]).pid}"
+                raise Mismatch(f"two processes joined the group as rank {self._ranks[self.rank]}: {pids}")
+            if not self._store.check(keys):
+                self._look(keys)
+                return False
+            self._texts = [bytes(self._store.get(key)).decode() for key in keys]
+            self._claims = [Claim.load(json.loads(text)[0]) for text in self._texts]
+            return True
+
+        self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
+        mine, ours = self._ranks[self.rank], named(self._ranks)
+        for text in self._texts:
+            if (theirs := json.loads(text)[1]) != ours:
+                raise Mismatch(f"rank {mine} makes a group of the ranks {ours}, and another rank one of {theirs}")
+        self._store = dist.PrefixStore(hashlib.sha256("".join(self._texts).encode()).hexdigest()[:16], self._base)
+
+    def _look_at_claims(self) -> None:
+        """Raise ``_Changed`` if another process has claimed a rank since ``begin``."""
+        now = time.monotonic()
+        if now < self._look_again or self._store is self._base:
+            return
+        self._look_again = now + _CLAIMS_S
+        with _naming_its_end():
+            for rank, text in enumerate(self._texts):
+                key = f"claim/{rank}"
+                if self._base.check([key]) and bytes(self._base.get(key)).decode() != text:
+                    raise _Changed
+
+    def domain(self, secret: bytes) -> Domain:
         """The domain of this process. Ranks agree on what they prove themselves with. Raises ``AuthenticationError``."""
-        mine, secret = claim(f"rank {self.rank} of group {next(_made)}", self.rank, self.options)
-        if restarted_by_launcher():  # the store has what the workers of earlier lives told
-            lives = Lives(self._store, self.size, mine)
-            self._until(lives.agreed, lambda: lives.missing)
-            self._store = dist.PrefixStore(str(lives.number), self._store)
-            self._ours = True
-        claims = self._claims = [Claim.load(text) for text in self.all("claim", mine.dump())]
-        agreed = agree(claims)
+        agreed = agree(self._claims)
         if agreed == INSECURE:
             if self.rank == 0:
-                self._store.set("secret", secrets.token_hex(32))
+                self._tell("secret", secrets.token_hex(32))
             self._until(lambda: self._store.check(["secret"]), lambda: [f"rank {self._ranks[0]}"])
             secret = bytes(self._store.get("secret"))
         kind = self.options.transport
-        if kind == "auto" and len({each.host for each in claims}) == 1:
+        if kind == "auto" and len({each.host for each in self._claims}) == 1:
             kind = "shm"
         kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", kind)
         return domains.enter(lambda: Domain(b"" if agreed == USERS else secret, kind, self.options))
 
-    def _members(self, domain: Domain) -> list[Member]:
-        """Raises ``Mismatch`` unless this process is the one of its rank, and all make the same group."""
-        me = Member(domain.token, domain.device.address, os.getpid(), named(self._ranks))
-        members = [Member.load(text) for text in self.all("member", me.dump())]
-        mine, other = self._ranks[self.rank], members[self.rank]
-        if other.group == me.group and other != me:
-            raise Mismatch(f"two processes joined the group as rank {mine}: {me.pid} and {other.pid}")
-        for each in members:
-            if each.group != me.group:
-                raise Mismatch(f"rank {mine} makes a group of the ranks {me.group}, and another rank one of {each.group}")
-        return members
-
     def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
         """``kinds`` lanes to every other member, open."""
-        members = self._members(domain)
+        members = [Member.load(text) for text in self.all("member", Member(domain.token, domain.device.address).dump())]
         piece = max(_LEAST, min(_MOST, (_PIECES // max(self.size - 1, 1)) // 4096 * 4096))
         depth = max(_FEWEST, min(_DEEPEST, _SLOTS // max(self.size - 1, 1) // piece))
         made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
         for rank, member in enumerate(members):
             if rank == self.rank:
                 continue
-            called = self._ranks[rank]
             check = partial(self._check_member, rank)
-            channel = domain.channel(member.token, member.address, f"rank {called}", self.timeout, check)
-            domain.tokens[called], self._channels[rank] = member.token, channel
+            called = f"rank {self._ranks[rank]}"
+            channel = self.channels[rank] = domain.channel(member.token, member.address, called, self.timeout, check)
             for lanes in made:
                 lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
@@ -205,6 +271,16 @@ class Meeting:
             for lanes, offer in zip(made, told[rank][str(self.rank)], strict=True):
                 lanes[rank].open(offer)
         return made
+
+    def end(self) -> None:
+        """Nobody's memory is given back before all have opened it. Then take back what nobody needs any more: a process that
+        joins under one of these ranks later must not find it."""
+        self.all("open", "")
+        with contextlib.suppress(RuntimeError):  # of a store that cannot, or has ended
+            for key in self._told:
+                store = self._base if key.startswith("claim/") else self._store
+                if not key.startswith("open/"):
+                    store.delete_key(key)
 
 
 def look(lanes: Mapping[int, Lane], ranks: Sequence[int], gone: Callable[[], PeerLost | None], during: str = "") -> None:
@@ -228,6 +304,17 @@ def _check(lanes: Mapping[int, Lane], ranks: Sequence[int], during: str) -> None
             raise PeerLost(f"rank {ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
 
 
+def _channels(job: Any) -> dict[int, Channel]:
+    """The channels to the processes of a job, by rank. Its ranks are processes for as long as it lasts; those of a group with a
+    store of its own are not."""
+    domain = domains.current()
+    if job is None or domain is None:
+        return {}
+    members = getattr(job, "members", None)
+    lanes = members.lanes[0] if isinstance(members, Ranks) else {}
+    return {**domain.jobs.get(job, {}), **{rank: lane.channel for rank, lane in lanes.items()}}
+
+
 def has_left(lane: Lane) -> bool:
     """Of a member that was not lost: whether it has left the group."""
     return lane.notice().startswith(LEFT) or lane.channel.error is not None
@@ -237,9 +324,16 @@ class Ranks:
     """A group's members as this one reaches them: lanes for collectives, and lanes for pairs."""
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, options: RpcBackendOptions | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        options: RpcBackendOptions | None = None,
+        job: Any = None,
     ) -> None:
-        """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them."""
+        """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them.
+        ``job``: the group whose ranks these are, ``None`` for a group that counts its own."""
         self.rank, self.size, self.ranks = rank, len(ranks), ranks
         self.domain: Domain | None = None
         self.lanes: list[dict[int, Lane]] = [{}, {}]
@@ -247,12 +341,12 @@ class Ranks:
         self._told = False
         if self.size == 1:
             return
-        meeting = Meeting(store, rank, ranks, timeout, options or RpcBackendOptions())
+        known = _channels(job)
+        meeting = Meeting(store, rank, ranks, timeout, options or RpcBackendOptions(), known)
         try:
-            self.domain = meeting.domain()
-            self.lanes = meeting.lanes(self.domain, 2)
-            self.streams = streams(self.domain.device, rank, self.lanes[0], self.domain.bell)
-            meeting.all("open", "")  # nobody's memory is given back before all have opened it
+            secret = meeting.claim()
+            while not self._meet(meeting, secret):
+                self.close("")
         except BaseException as error:
             try:
                 if isinstance(error, PeerLost):
@@ -261,6 +355,20 @@ class Ranks:
             finally:
                 self.close("")
             raise
+        if job is not None and self.domain is not None:
+            self.domain.jobs.setdefault(job, {}).update({ranks[place]: each for place, each in meeting.channels.items()})
+
+    def _meet(self, meeting: Meeting, secret: bytes) -> bool:
+        """``False`` if another process has come in the place of one that had claimed a rank."""
+        try:
+            meeting.begin()
+            self.domain = meeting.domain(secret)
+            self.lanes = meeting.lanes(self.domain, 2)
+            self.streams = streams(self.domain.device, self.rank, self.lanes[0], self.domain.bell)
+            meeting.end()
+        except _Changed:
+            return False
+        return True
 
     def tell(self, text: str) -> None:
         """Leave a notice at every member that is there. The last one counts."""

@@ -27,7 +27,7 @@ OPERATIONS = (
     "monitored_barrier",
     "send",
 )
-SUMS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+SUMS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _USUAL = (
     torch.float32,
     torch.float64,

@@ -40,7 +40,7 @@ def _invoke(form: Callable[[str, Any, Any], Any], name: str, /, *args: Any, **kw
 def call_of(kind: type, name: str) -> Callable[..., Any]:
     """The function that the owner has to run for the method ``name`` of ``kind``. ``AttributeError`` if there is none. Methods
     of TorchScript are of the object, and not asynchronous: the owner looks them up."""
-    if issubclass(kind, torch.jit.ScriptModule):
+    if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):
         return _run
     return _run_async if hasattr(getattr(kind, name), "_wrapped_async_rpc_function") else _run
 

@@ -175,8 +175,8 @@ def load() -> None:
         return
     _loaded = True
     importlib.import_module("rdmarpc.api")
-    torch_futures = sys.modules["torch.futures"]
-    ours: dict[int, Any] = {id(torch_futures.wait_all): importlib.import_module("rdmarpc.ground.futures").wait_all}
+    importlib.import_module("rdmarpc.standing_in.scripts").take_over()
+    ours: dict[int, Any] = {}
     for name, original in _originals.items():
         ours[id(original)] = _stand_ins[name]
         for key, value in vars(original).items():

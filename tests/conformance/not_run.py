@@ -12,6 +12,9 @@ SCHEMA = (
     "asserts the text of TorchScript's dispatch; torch's operators are called from Python here, and their TypeError arrives"
 )
 
+PYTHON = "asserts a refusal, or a text, of TorchScript's; here a script that uses RPC runs as its Python (standing_in/scripts)"
+IN_SCRIPT = "has references, or RPC's own functions, inside of what TorchScript itself keeps or runs (standing_in/scripts)"
+
 SUITES: dict[str, str] = {
     "CudaRpcTest": GPU,
     "CudaDistAutogradTest": GPU,
@@ -54,6 +57,19 @@ TESTS: dict[str, str] = {
     "test_forward_sync_script": SCRIPTED,
     "test_remote_module_py_pickle_not_supported_script": SCRIPTED,
     "test_send_remote_module_over_the_wire_script_not_supported": SCRIPTED,
+    "test_rref_local_value": PYTHON,
+    "test_create_local_script_module_rref_in_py": PYTHON,
+    "test_call_python_function_remotely_from_script_not_supported": PYTHON,
+    "test_remote_script_module": PYTHON,
+    "test_rref_jit_pickle_not_supported": PYTHON,
+    "test_my_script_module_with_rrefs": IN_SCRIPT,
+    "test_load_script_module_with_pickled_rref": IN_SCRIPT,
+    "test_dist_backward": IN_SCRIPT,
+    "test_get_gradients": IN_SCRIPT,
+    "test_jit_fork_within_context": IN_SCRIPT,
+    "test_rpc_async_jit_profiled": LEGACY,
+    "test_record_function_on_caller_rpc_async": LEGACY,
+    "test_rpc_torchscript_record_function": LEGACY,
 }
 
 _LEGACY = (

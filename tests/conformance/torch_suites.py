@@ -24,6 +24,8 @@ MODULES = {
     "optimizer": f"{_ROOT}.rpc.dist_optimizer_test",
     "remote_module": f"{_ROOT}.nn.api.remote_module_test",
     "ddp": f"{_ROOT}.ddp_under_dist_autograd_test",
+    "scripts": f"{_ROOT}.rpc.jit.rpc_test",
+    "script_autograd": f"{_ROOT}.rpc.jit.dist_autograd_test",
 }
 BACKEND = os.environ.get("RDMARPC_CONFORMANCE_BACKEND", "rdmarpc")
 """Of the process groups of ``ddp``: gloo is the other one that runs."""
@@ -87,6 +89,7 @@ def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
     rdmarpc.install()
     import torch.distributed.rpc as rpc
     from torch.testing._internal.common_utils import TestCase
+    from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
     class Fixture:
         """What torch's own fixture says about TensorPipe, said about rdmarpc."""
@@ -116,6 +119,7 @@ def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
         for suite in listed():
             theirs = vars(module).get(suite)
             if isinstance(theirs, type) and theirs.__module__ == module.__name__:
-                found[suite] = type(suite, (Fixture, theirs, TestCase), {"__module__": __name__})
+                bases = (theirs,) if issubclass(theirs, RpcAgentTestFixture) else (theirs, RpcAgentTestFixture)
+                found[suite] = type(suite, (Fixture, *bases, TestCase), {"__module__": __name__})
     globals().update(found)
     return found

@@ -58,6 +58,8 @@ def why_not(pid: int, probe: int) -> str:
     """Empty if we may read the memory of ``pid``, else the reason. ``probe``: 8 readable bytes there."""
     if pid == os.getpid():
         return ""
+    if pid == 0:
+        return "the peer's process is in another PID namespace, and not seen in ours"
     word = ctypes.c_int64()
     try:
         transfer(pid, ctypes.addressof(word), probe, 8, write=False)

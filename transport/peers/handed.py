@@ -31,7 +31,7 @@ def received(sock: socket.socket, nbytes: int, count: int, flags: int = 0) -> It
         if told & socket.MSG_CTRUNC and len(fds) >= count:
             raise PeerLost(f"the peer handed over more than {count} descriptors at once", device="shm", status="PROTOCOL")
         if told & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "no descriptor is left for memory of the peer")
+            raise OSError(errno.EMFILE, "no descriptor is left for memory of the peer, or a sandbox (SELinux) took it away")
         yield data, fds
     finally:
         for fd in fds:

@@ -25,7 +25,7 @@ from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import kernels
 from .inbox import Inboxes, Requests, WorkRequest
-from .memory import PeerMemory
+from .memory import Attach, PeerMemory
 from .transfer import CmaTransfer, ShmMapped, ShmTransfer, ShmWindow
 
 # Control messages on the Unix socket, all of one size; SEGMENT (may be read) and LANDING (and written) carry a file descriptor.
@@ -42,17 +42,35 @@ _LOOK_NS = 50_000_000
 
 
 def runs(pid: int) -> bool:
-    """Whether a process has not ended: it may be stopped."""
+    """Whether a process has not ended: it may be stopped. One that is not ours to see (0, in another PID namespace) has not."""
+    if pid == 0:
+        return True
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     except OSError:
-        return os.path.exists(f"/proc/{pid}")
+        return _answers(pid)
     try:
         return not select.select([fd], [], [], 0)[0]
     finally:
         os.close(fd)
+
+
+def _answers(pid: int) -> bool:
+    """As ``runs``, where a sandbox forbids descriptors of processes. Not by /proc alone: it may be another namespace's, or hide
+    processes that may not be traced."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return True
 
 
 class Home(Parent, Protocol):
@@ -73,14 +91,16 @@ class ShmChannel(Channel):
         device: Home,
         sock: socket.socket,
         inboxes: Inboxes,
-        identity: tuple[int, int, int],
+        identity: tuple[int, int],
+        attach: Attach,
         hello: bytes,
     ) -> None:
+        """``identity``: the peer's uid and epoch."""
         super().__init__(device)
         self.sock, self.inboxes = sock, inboxes
         self.pid, _ = credentials(sock)
-        self.peer, self.peer_hello = f"process {self.pid}", hello
-        self.peer_memory = PeerMemory(self, *identity)
+        self.peer, self.peer_hello = f"process {self.pid or '(of another PID namespace)'}", hello
+        self.peer_memory = PeerMemory(self, *identity, attach)
         self.requests = Requests()
         self.questions = Questions()
         self.beats = Beats(inboxes.peer_bells)
@@ -152,11 +172,7 @@ class ShmChannel(Channel):
         return ShmMapped(self, self.peer_memory.view(remote.region), remote.offset, remote.nbytes)
 
     def peer_ended(self) -> bool:
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:
-            return True
+        return not runs(self.pid)
 
     def record(self, imm: int) -> int:
         check_notify(imm)
@@ -300,7 +316,7 @@ class ShmChannel(Channel):
         limit = int(timeout * 1e9)
         with self.peer_memory.copying:
             done = self.inboxes.quiesce(limit), _quiesce(self.inboxes, self.pid, limit)
-        alive = os.path.exists(f"/proc/{self.pid}")
+        alive = runs(self.pid)
         self.close()
         if any(result != kernels.OK for result in done) and alive:
             raise TransferTimeout("the peer is stopped in the middle of a copy into our memory", peer=self.peer, device="shm")

@@ -26,6 +26,7 @@ from ..channel import Channel
 from ..device import Device, DeviceOptions, host_id
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..memory.arena import Pool, Segment
+from ..memory.attach import why_not
 from ..memory.mapping import mapped, memfd
 from ..peers import auth
 from ..peers.guard import Guard, broken_by
@@ -39,8 +40,10 @@ from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
 from .inbox import INBOX_BYTES, Inboxes
+from .memory import Attach
 
-_SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
+_PROBE = struct.Struct("<Q")  # address of the probe word
+_SETUP = struct.Struct("<QIBI")  # uid, epoch, whether the peer's probe word could be read, length of the hello
 _MAX_HELLO = 64 << 10
 _QUEUE_PAUSE_S = 0.005
 
@@ -76,6 +79,11 @@ def _dial(uid: str, timeout: float) -> socket.socket:
             why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
             raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
         return sock
+    except PermissionError as error:
+        sock.close()
+        why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
+        hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
+        raise NotSupported(why, peer=uid, device="shm", hint=hint) from None
     except ConnectionRefusedError:
         sock.close()
         raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
@@ -130,6 +138,8 @@ class ShmDevice(Device):
         cores = len(os.sched_getaffinity(0))
         reasons = sorted({channel.peer_memory.no_cma for channel in self._shm_channels()} - {""})
         cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
+        if refused := [channel.peer for channel in self._shm_channels() if not channel.peer_memory.reaches_us]:
+            cma += f"; refused towards us to {', '.join(refused)}: what they read is staged"
         return "\n".join(
             (
                 f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
@@ -146,8 +156,7 @@ class ShmDevice(Device):
         return RemoteRegion(self.uid, self.epoch, LENT, 0, *local_bytes(tensor))
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
-        # Attach is symmetric between processes of one user, so what we may do there, the peer may do here.
-        return (isinstance(channel, ShmChannel) and not channel.peer_memory.no_cma) or super().can_lend(tensor, channel)
+        return (isinstance(channel, ShmChannel) and channel.peer_memory.reaches_us) or super().can_lend(tensor, channel)
 
     # -- connections
 
@@ -167,8 +176,9 @@ class ShmDevice(Device):
             sock, key = reach(partial(_dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:
                 with self._service.handshakes.limited(sock, deadline), _new_inbox() as (inbox, fd):
-                    self._send_setup(sock, fd, hello)
-                    channel = self._receive_setup(sock, inbox)
+                    refused = self._probe_peer(sock)
+                    self._send_setup(sock, fd, refused, hello)
+                    channel = self._receive_setup(sock, inbox, refused)
                 self.door.know(channel, channel.peer_memory.uid, key)
                 channel.own_pool = pool
                 self._adopt(channel)
@@ -198,11 +208,12 @@ class ShmDevice(Device):
             deadline = time.monotonic() + SETUP_S
             with _new_inbox() as (inbox, fd):
                 with handshakes.limited(sock, deadline):
-                    channel = self._receive_setup(sock, inbox)
+                    refused = self._probe_peer(sock)
+                    channel = self._receive_setup(sock, inbox, refused)
                 self.door.know(channel, channel.peer_memory.uid, key)
                 # on_connect may publish the channel: what other threads send on it waits until the answer is out.
                 with channel.sending:
-                    self._send_setup(sock, fd, self.door.greet(channel))
+                    self._send_setup(sock, fd, refused, self.door.greet(channel))
             self._adopt(channel)
             self.door.welcomed(channel)
         except BaseException as error:
@@ -213,20 +224,30 @@ class ShmDevice(Device):
             if not isinstance(error, EXPECTED):
                 raise
 
-    def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
+    def _probe_peer(self, sock: socket.socket) -> str:
+        """Why the kernel does not let this process copy from the peer's memory; empty if it does. Both ends try at the same
+        time, and tell each other in their setups."""
+        sock.sendall(_PROBE.pack(self._probe.ctypes.data))
+        probe = sock.recv(_PROBE.size)
+        if len(probe) != _PROBE.size:
+            raise PeerLost("the peer broke off the handshake", device="shm")
+        return why_not(credentials(sock)[0], *_PROBE.unpack(probe))
+
+    def _send_setup(self, sock: socket.socket, inbox_fd: int, refused: str, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:
             raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
-        setup = _SETUP.pack(self.uid, self.epoch, self._probe.ctypes.data, len(hello))
+        setup = _SETUP.pack(self.uid, self.epoch, not refused, len(hello))
         socket.send_fds(sock, [setup + hello], [inbox_fd, self.memory.bells_fd])
 
-    def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap) -> ShmChannel:
+    def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap, refused: str) -> ShmChannel:
         with received(sock, _SETUP.size + _MAX_HELLO, 2) as (data, fds):
             if len(data) < _SETUP.size or len(fds) != 2:
                 raise PeerLost("the peer broke off the handshake", device="shm")
-            uid, epoch, probe, _ = _SETUP.unpack_from(data)
+            uid, epoch, peer_may, _ = _SETUP.unpack_from(data)
             peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
         inboxes = Inboxes(inbox, peer_inbox, peer_bells)
-        return self.channel_type(self, sock, inboxes, (uid, epoch, probe), data[_SETUP.size :])
+        attach = Attach(refused, bool(peer_may))
+        return self.channel_type(self, sock, inboxes, (uid, epoch), attach, data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:
         """Tell the peer of all our memory, then watch the connection."""

@@ -7,14 +7,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
 from ..memory import children
-from ..memory.attach import transfer, why_not
+from ..memory.attach import transfer
 from ..memory.mapping import address_of, mapped
 from ..peers.guard import broken_by
 from ..region import LENT, RemoteRegion
@@ -22,6 +22,15 @@ from ..words import kernels
 
 Entry = tuple[int, int, int]
 """Address, bytes, key. The address is one of this process if the memory is mapped here, else one of the peer's process."""
+
+
+class Attach(NamedTuple):
+    """What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/attach``). It may let one
+    and not the other."""
+
+    refused: str
+    """Why this end may not; empty if it may."""
+    peer_may: bool
 
 
 class HasName(Protocol):
@@ -42,12 +51,11 @@ class PeerMemory:
     """The tables of what the peer of one channel has announced. Only the thread that hears the peer writes them. They refer to
     the channel weakly, and only to name the peer in errors."""
 
-    def __init__(self, channel: Named, uid: int, epoch: int, probe: int) -> None:
-        """``probe``: address of a word of the peer. Reading it shows whether the kernel lets this process copy from there."""
+    def __init__(self, channel: Named, uid: int, epoch: int, attach: Attach) -> None:
         self.pid, self.uid, self.epoch = channel.pid, uid, epoch
         self._channel, self.device = weakref.ref(channel), channel.device.name
-        self.no_cma = why_not(self.pid, probe)
-        """Why the peer's memory outside of segments cannot be reached; empty if it can."""
+        self.no_cma, self.reaches_us = attach
+        """Why the peer's memory outside of segments cannot be reached; empty if it can. And whether the peer can reach ours."""
         self.copying = threading.Lock()
         """Held during each copy by the kernel: the owner's deregistration waits for it."""
         self.segments: dict[int, Entry] = {}

@@ -157,6 +157,46 @@ def test_waiting_for_all():
     results(run_group(gathered))
 
 
+def first_error(rank):
+    """One call fails at once, the others take for ever, and have no limit of time."""
+    if rank == 0:
+        there = "worker1"
+        for collect in (torch.futures.wait_all, lambda futures: torch.futures.collect_all(futures).wait()):
+            for order in (0, 1):
+                calls = [rpc.rpc_async(there, held, ("errors",), timeout=0), rpc.rpc_async(there, fail, ("at once",))]
+                rref = rpc.remote(there, held, ("errors",), timeout=0)
+                calls += [rref.rpc_async(timeout=0).bit_length(), torch.futures.Future()]
+                with pytest.raises(ValueError, match="at once"):
+                    collect(calls[:: -1 if order else 1])
+                assert not calls[0].done()
+        told, waited = threading.Event(), threading.Event()
+
+        def tell(done):
+            with pytest.raises(ValueError, match="at once"):
+                done.value()
+            told.set()
+            assert waiting.wait() == 7  # one of those that were collected
+            waited.set()
+
+        waiting = rpc.rpc_async(there, held, ("errors", 7), timeout=0)
+        every = torch.futures.collect_all([waiting, rpc.rpc_async(there, fail, ("at once",))])
+        nested = torch.futures.collect_all([torch.futures.Future(), every])
+        every.add_done_callback(tell)
+        with pytest.raises(ValueError, match="at once"):
+            nested.wait()
+        assert told.wait(30)
+        rpc.rpc_sync(there, let_go, ("errors",))
+        assert waited.wait(30)
+        assert torch.futures.wait_all([]) == [] and torch.futures.collect_all([]).wait() == []
+        with pytest.raises((TypeError, AttributeError)):
+            torch.futures.collect_all([1])
+    rpc.shutdown()
+
+
+def test_waiting_for_many_ends_at_the_first_error():
+    results(run_group(first_error, num_worker_threads=32))
+
+
 def cut_short(rank):
     """Calls that nobody waits for when RPC is stopped under them."""
     if rank == 0:

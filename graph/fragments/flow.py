@@ -1,0 +1,156 @@
+"""The data-flow graph of what was recorded: who made and who reads each value, how long it lives, how many bytes live at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .records import BACKWARD, FORWARD, Event, Move, Operation, Recorded
+
+ACTIVATION, GRADIENT, PARAMETER, INPUT, UPDATE = "activation", "gradient", "parameter", "input", "update"
+"""Kinds of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made in a step."""
+
+Version = tuple[int, int]
+"""A storage, and how often it was written before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Of a storage: its place, and the first and last event (by number) that touches it. ``made``: the event that made it;
+    ``None``: it was there before."""
+
+    place: str
+    made: int | None
+    first: int
+    last: int
+
+
+class Flow:
+    """The graph of ``recorded``. An edge leads from the event that wrote a version of a storage to one that reads it."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded = recorded
+        self.edges: set[tuple[int, int]] = set()
+        self.readers: dict[Version, list[int]] = {}
+        """The events that read each version, in order."""
+        self.writer: dict[Version, int] = {}
+        """The event that wrote each version; none for what was there before."""
+        self.lives: dict[int, Life] = {}
+        self.moved: list[tuple[int, Move, Version]] = []
+        """Each copy from place to place: its event, and the version that it took."""
+        self._versions: Counter[int] = Counter()
+        for number, event in enumerate(recorded.events):
+            if isinstance(event, Move):
+                self._move(number, event)
+            else:
+                self._operation(number, event)
+
+    def _operation(self, number: int, event: Operation) -> None:
+        known = {operand.storage for operand in event.operands}
+        for operand in event.operands:
+            self._read(number, operand.storage, event.place)
+        for storage in dict.fromkeys(event.operands[at].storage for at in event.written):
+            self._write(number, storage, event.place)
+        for storage in dict.fromkeys(result.storage for result in event.results if result.storage not in known):
+            self._write(number, storage, event.place)
+
+    def _move(self, number: int, event: Move) -> None:
+        storage = event.operand.storage
+        self.moved.append((number, event, (storage, self._versions[storage])))
+        self._read(number, storage, event.source)
+        self._write(number, event.made, event.target)
+
+    def _read(self, number: int, storage: int, place: str) -> None:
+        version = storage, self._versions[storage]
+        readers = self.readers.setdefault(version, [])
+        if not readers or readers[-1] != number:
+            readers.append(number)
+        if version in self.writer:
+            self.edges.add((self.writer[version], number))
+        self._touch(number, storage, place, None)
+
+    def _write(self, number: int, storage: int, place: str) -> None:
+        self._touch(number, storage, place, number)
+        self._versions[storage] += 1
+        self.writer[storage, self._versions[storage]] = number
+
+    def _touch(self, number: int, storage: int, place: str, made: int | None) -> None:
+        life = self.lives.get(storage)
+        self.lives[storage] = Life(place, made, number, number) if life is None else Life(life.place, life.made, life.first, number)
+
+    # -- what a value is
+
+    def allocator(self, storage: int) -> Event | None:
+        """The event that allocated a storage, or that of which it is a copy; ``None``: it was there before."""
+        event = self._maker(storage)
+        while isinstance(event, Move):
+            found = self._maker(event.operand.storage)
+            if found is None:
+                return event
+            event = found
+        return event
+
+    def origin(self, storage: int) -> int:
+        """The storage of which it is a copy, at last; itself if it is none."""
+        while isinstance(event := self._maker(storage), Move):
+            storage = event.operand.storage
+        return storage
+
+    def kind(self, storage: int) -> str:
+        """What lies in a storage, by what made it."""
+        origin = self.origin(storage)
+        maker = self._maker(origin)
+        if maker is not None:
+            return {FORWARD: ACTIVATION, BACKWARD: GRADIENT}.get(maker.phase, UPDATE)
+        return self.recorded.kinds.get(origin, INPUT)
+
+    def _maker(self, storage: int) -> Event | None:
+        life = self.lives.get(storage)
+        return None if life is None or life.made is None else self.recorded.events[life.made]
+
+    # -- copies
+
+    def again(self) -> list[tuple[int, Move]]:
+        """Copies of what had been copied to the same place, and was not written since: each but the first."""
+        seen: set[tuple[object, ...]] = set()
+        found = []
+        for number, move, version in self.moved:
+            operand = move.operand
+            key = version, move.target, operand.shape, operand.strides, operand.offset, operand.dtype
+            if key in seen:
+                found.append((number, move))
+            seen.add(key)
+        return found
+
+    def uses(self, move: Move) -> list[Event]:
+        """The events that read a copy, as it came."""
+        return [self.recorded.events[at] for at in self.readers.get((move.made, 1), ())]
+
+    # -- memory
+
+    def alive(self, place: str) -> Iterator[int]:
+        """During each event, the bytes at ``place`` of all storages that were made in what was recorded, from the event that
+        made it to the last one that touches it."""
+        changes: Counter[int] = Counter()
+        for storage, life in self.lives.items():
+            if life.place == place and life.made is not None:
+                nbytes = self.recorded.sizes.get(storage, 0)
+                changes[life.first] += nbytes
+                changes[life.last + 1] -= nbytes
+        now = 0
+        for number in range(len(self.recorded.events)):
+            now += changes[number]
+            yield now
+
+    def peak(self, place: str) -> int:
+        """The most of ``alive``."""
+        return max(self.alive(place), default=0)
+
+    @property
+    def places(self) -> list[str]:
+        """In the order in which they are met, the caller's first."""
+        found = [self.recorded.here]
+        for event in self.recorded.events:
+            found += [event.source, event.target] if isinstance(event, Move) else [event.place]
+        return list(dict.fromkeys(found))
