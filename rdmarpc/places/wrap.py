@@ -138,9 +138,14 @@ class WrappedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
-        make, args, *rest = super().__reduce_ex__(protocol)
+        _, args, *rest = super().__reduce_ex__(protocol)
         rest[0] = {name: value for name, value in rest[0].items() if name != "_placement"}
-        return make, (self._wrapped, *args[1:]), *rest
+        return _made, (self._wrapped, *args[1:]), *rest
+
+
+def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
+    return kind.__new__(kind, *args)
 
 
 class Replicas:
@@ -171,7 +176,9 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
     for shards in zip(*columns):
         if all(isinstance(each, torch.Tensor) and each.dim() > 0 for each in shards):
             if [len(each) for each in shards] != sizes:
-                raise NotSupported("a part with replicas gave a result that is no batch: its first dimension is not that of its input")
+                raise NotSupported(
+                    "a part with replicas gave a result that is no batch: its first dimension is not that of its input"
+                )
             leaves.append(torch.cat(shards))
         elif any(isinstance(each, torch.Tensor) for each in shards):
             raise NotSupported("a part with replicas gave a result that is no batch: it has no dimensions")
