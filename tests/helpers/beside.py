@@ -78,6 +78,11 @@ def close_all() -> None:
     _models.clear()
 
 
+def forget() -> None:
+    """Close none of them: what they had is lost."""
+    _models.clear()
+
+
 def both(make: Callable[[], nn.Module], placement: Any, **options: Any) -> tuple[Any, nn.Module]:
     """A wrapped model and its twin in this process: made, not copied, because a copy has no hooks of tensors."""
     nets = []

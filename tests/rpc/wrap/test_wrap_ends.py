@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import assert_same, batches, both, close_all, sgd, step, wrap
+from beside import assert_same, batches, both, close_all, forget, sgd, step, wrap
 from group import die, dismiss, results, run_group, until_dismissed
 from halt import halt
 from nets import NETS, data
@@ -97,7 +97,7 @@ def losing(how: str, rank: int) -> Any:
         with pytest.raises(rpc.PeerLost, match="worker1"):
             model.state_dict()["2.weight"].cpu()
     seconds = time.monotonic() - started
-    close_all()
+    forget()
     places.close_streams()
     dismiss("worker2")
     with pytest.raises(rpc.PeerLost):
@@ -130,7 +130,7 @@ def stopped(rank: int) -> None:
         with pytest.raises((rpc.PeerLost, rpc.TransferTimeout), match="worker1"):
             step(model, optimizers[0], x, y).item()
         os.kill(pid, signal.SIGKILL)
-        close_all()
+        forget()
         places.close_streams()
         with pytest.raises(rpc.PeerLost):
             rpc.shutdown(timeout=20)
@@ -192,17 +192,23 @@ def test_a_forked_child(drive):
 
 
 def closed() -> None:
-    """``close`` ends what the model has at workers; what was taken before stays, and other models go on."""
-    model, _ = both(MODEL, {"0": "worker1", "2": "worker2"})
+    """``close`` brings a model home, where it goes on as it was; what was taken before stays, and other models go on."""
+    model, first = both(MODEL, {"0": "worker1", "2": "worker2"})
     other, twin = both(MODEL, {"0": "worker1"})
     [(x, y)] = data("perceptron", (6,))
-    kept, state = model(x).detach().cpu(), {name: value.cpu() for name, value in model.state_dict().items()}
-    copies = [kept.clone(), {name: value.clone() for name, value in state.items()}]
+    optimizers = [sgd(each) for each in (model, first, other, twin)]
+    for _ in range(2):
+        assert_same(*(step(each, o, x, y) for each, o in zip((model, first), optimizers)))
+    kept, state = model(x).detach(), dict(model.state_dict())
+    copies = [kept.cpu().clone(), {name: value.cpu().clone() for name, value in state.items()}]
     model.close()
     model.close()
-    for _ in range(3):
-        assert_same(*(step(each, sgd(each), x, y) for each in (other, twin)))
+    assert {type(p.data) for p in model.parameters()} == {torch.Tensor}
     assert_same([kept, state], copies)
+    for _ in range(3):
+        assert_same(*(step(each, o, x, y) for each, o in zip((model, first), optimizers)))
+        assert_same(*(step(each, o, x, y) for each, o in zip((other, twin), optimizers[2:])))
+    assert_same(model.state_dict(), first.state_dict())
 
 
 def test_closing(drive):
