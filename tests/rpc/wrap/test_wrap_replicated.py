@@ -1,15 +1,15 @@
-"""Parts with replicas: each computes a shard of the batch. Training has the bits of one process that runs all shards."""
+"""Parts with replicas: each computes a shard of the batch. Training has the bits of one process that runs one shard after
+another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import assert_same, sgd, wrap
+from beside import assert_same, sgd, step, wrap
 from torch import nn
 
 import rdmarpc as rpc
@@ -56,43 +56,33 @@ MODELS = {
 }
 
 
-def in_one_process(net: nn.Module, parts: Sequence[str], count: int, x: torch.Tensor) -> torch.Tensor:
-    """What replicas are documented to compute: norms keep the statistics of the first shard."""
-    results = []
-    inside = tuple(f"{part}." for part in parts)
-    for at, shard in enumerate(x.chunk(count)):
-        own = {name: p.view_as(p) for name, p in net.named_parameters() if name.startswith(inside)}
-        own |= {name: b.clone() for name, b in net.named_buffers() if at and name.startswith(inside)}
-        results.append(torch.func.functional_call(net, own, (shard.clone(),)))
-    return torch.cat(results)
+def in_one_process(net: nn.Module, parts: Sequence[str], count: int) -> nn.Module:
+    """What replicas are documented to compute, one shard after another."""
+    for part in parts:
+        module = net.get_submodule(part)
+        forward = module.forward
+        module.forward = lambda x, forward=forward: torch.cat([forward(shard) for shard in x.chunk(count)])
+    return net
 
 
-def pair(model: str, placement: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
+def pair(model: str, placement: dict[str, Any]) -> tuple[Any, nn.Module]:
     nets = []
     for _ in range(2):
         torch.manual_seed(1)
         nets.append(MODELS[model][0]())
     replicated = {path: workers for path, workers in placement.items() if not isinstance(workers, str)}
-    run = partial(in_one_process, nets[1], list(replicated), len(next(iter(replicated.values()))))
-    return wrap(nets[0], placement), nets[1], run
+    return wrap(nets[0], placement), in_one_process(nets[1], list(replicated), len(next(iter(replicated.values()))))
 
 
 def trained(model: str, placement: dict[str, Any], training: bool) -> None:
-    net, twin, run = pair(model, placement)
-    net.train(training), twin.train(training)
-    optimizers = [sgd(each) for each in (net, twin)]
+    nets = pair(model, placement)
+    optimizers = [sgd(each.train(training)) for each in nets]
     for number, size in enumerate((8, 8, 5, 8, 7)):
         x, y = torch.randn(size, *MODELS[model][1]), torch.randint(0, 4, (size,))
-        losses = []
-        for forward, optimizer in zip((net, run), optimizers):
-            optimizer.zero_grad()
-            losses.append(F.cross_entropy(forward(x), y))
-            losses[-1].backward()
-            optimizer.step()
-        assert_same(*losses, f"step {number}")
-    assert_same(net.state_dict(), twin.state_dict())
+        assert_same(*(step(each, o, x, y) for each, o in zip(nets, optimizers)), f"step {number}")
+    assert_same(*(each.state_dict() for each in nets))
     with torch.no_grad():
-        assert_same(net.eval()(x), in_one_process(twin.eval(), ["features", "classifier"], 2, x))
+        assert_same(*(each.eval()(x) for each in nets))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -107,20 +97,16 @@ def test_a_replica_at_the_caller_beside_other_parts(drive, training):
 
 
 def micro_batches() -> None:
-    net, twin, run = pair("transformer", TWO)
-    optimizers = [sgd(each) for each in (net, twin)]
+    net, twin = pair("transformer", TWO)
     for _ in range(3):
         x, y = torch.randn(12, 5, 8), torch.randint(0, 4, (12,))
         ours = net.forward_backward(F.cross_entropy, x, target=y, chunks=3)
         theirs = []
         for one, other in zip(x.chunk(3), y.chunk(3)):
-            theirs.append(F.cross_entropy(run(one), other) * (4 / 12))
+            theirs.append(F.cross_entropy(twin(one), other) * (4 / 12))
             theirs[-1].backward()
         assert_same(ours, (theirs[0] + theirs[1] + theirs[2]).detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(net.state_dict(), twin.state_dict())
+    assert_same(*([p.grad for p in each.parameters()] for each in (net, twin)))
 
 
 def test_micro_batches_are_split_over_replicas(drive):
@@ -129,7 +115,7 @@ def test_micro_batches_are_split_over_replicas(drive):
 
 def one_copy() -> None:
     """There is one state, whatever the number of replicas; freezing and hooks hold for all."""
-    net, twin, run = pair("dense", TWO)
+    net, twin = pair("dense", TWO)
     assert list(net.state_dict()) == list(twin.state_dict())
     seen: list[Any] = []
     for each in (net, twin):
@@ -139,7 +125,7 @@ def one_copy() -> None:
         each.features[2].register_forward_hook(lambda module, args, out: seen.append(len(out)))
     x = torch.randn(6, 12)
     net(x).sum().backward()
-    run(x).sum().backward()
+    twin(x).sum().backward()
     assert seen == [3, 3, 3, 3]
     assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
     for part, text in ((nn.Linear(4, 4), "no batch"), (nn.Flatten(0), "no batch")):
