@@ -37,8 +37,8 @@ class Noisy(nn.Module):
         self.head, self.kind = nn.Sequential(nn.Dropout(0.2), nn.Linear(20, 4)), kind
 
     def forward(self, x):
-        x = torch.tanh(self.two(KINDS[self.kind](self.one(x))))
-        return self.head(KINDS[self.kind](x) if self.training else x)
+        noise = KINDS[self.kind] if self.training else lambda x: x
+        return self.head(noise(torch.tanh(self.two(noise(self.one(x))))))
 
 
 def of_one_process(kind: str) -> None:
