@@ -171,13 +171,14 @@ class WrappedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
-        _, _, *rest = super().__reduce_ex__(protocol)
+        _, args, *rest = super().__reduce_ex__(protocol)
         rest[0] = {name: value for name, value in rest[0].items() if name != "_placement"}
-        return _made, (self._wrapped,), *rest
+        return _made, (self._wrapped, *args[1:]), *rest
 
 
-def _made(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
+    return kind.__new__(kind, *args)
 
 
 class Replicas:
