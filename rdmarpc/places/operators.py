@@ -46,11 +46,12 @@ _NO_DATA = (aten._unsafe_view.default,)
 """Views in all but their schema."""
 _NOT_KEPT = (aten.as_strided.default, aten.view.dtype)
 """Views whose offset is not that of their operand plus a constant."""
+RESIZED = "a tensor that lies at a worker is not resized in place"
 REFUSED = {
     "aten::set_.source_Storage": "a tensor's storage cannot be replaced by a plain one",
     "aten::set_.source_Storage_storage_offset": "a tensor's storage cannot be replaced by a plain one",
-    "aten::resize_": "a tensor that lies at a worker is not resized in place",
-    "aten::resize_as_": "a tensor that lies at a worker is not resized in place",
+    "aten::resize_": RESIZED,
+    "aten::resize_as_": RESIZED,
     "aten::_nested_tensor_from_tensor_list": "nested tensors cannot lie at a worker",
     "aten::quantize_per_tensor": "quantized tensors cannot lie at a worker",
     "aten::quantize_per_channel": "quantized tensors cannot lie at a worker",
@@ -77,6 +78,7 @@ class Operator:
         "first_written",
         "func",
         "geometry",
+        "in_python",
         "kept",
         "mutable",
         "name",
@@ -108,6 +110,9 @@ class Operator:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.composite = has_kernel(self.name, "CompositeImplicitAutograd") and not has_kernel(self.name, "CPU")
         """Made of others: it comes here as itself only where autograd is out of the way (inference mode)."""
+        own = self.name.replace("::", "/")
+        self.in_python = any(f"{own}/{key}" in torch.library._impls for key in ("CPU", "CompositeExplicitAutograd"))
+        """Registered from Python (``torch.library``): workers do not know it, and it is made of operators that they know."""
         aliased = any(r.alias_info is not None for r in returns)
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
         self.kept = func not in _NOT_KEPT
@@ -129,7 +134,7 @@ class Operator:
         """For each argument whether its number travels as a word: results depend on it by nothing but value."""
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
-        special = self.refused or self.composite or self.view or self.geometry or self.foreach or self.random
+        special = self.refused or self.in_python or self.composite or self.view or self.geometry or self.foreach or self.random
         self.plain = not special and func is not aten._to_copy.default
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)

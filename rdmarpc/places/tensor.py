@@ -30,7 +30,7 @@ from ..transport import NotSupported
 from . import observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
-from .operators import Operator, aten, known_operators, operator
+from .operators import RESIZED, Operator, aten, known_operators, operator
 from .plain import encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
 
@@ -38,6 +38,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
 _BELOW = torch._C._ExcludeDispatchKeyGuard
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED = 1 << 18
@@ -261,8 +262,10 @@ def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
 def _unusual(storage: Storage, meta: Meta, offset: int) -> Any:
     """One that is sparse, conjugated or negated."""
     shape, strides, dtype, layout, conj, neg = meta.geometry
-    if layout is not _STRIDED:
+    if layout is torch.sparse_coo:
         return _make(RemoteTensor, shape, strides=(1,) * len(shape), dtype=dtype, layout=layout, device=_CPU)
+    if layout is not _STRIDED:
+        raise _no_layout(layout)  # autograd ends the process for want of such a wrapper's layout
     made = _make(RemoteTensor, shape, strides, storage_offset=offset, dtype=dtype, device=_CPU, storage_size=storage.nbytes)
     with _BELOW(_PYTHON):
         made = aten._conj.default(made) if conj else made
@@ -331,13 +334,11 @@ def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor])
             layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
         )  # fmt: skip
         return found
-    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    if rows or tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
-        parts = [move(getattr(aten, name).default(tensor)) for name in (*names, "values")]
-        make = getattr(aten, f"_{str(tensor.layout)[6:]}_tensor_unsafe").default
-        return make(*parts, list(tensor.shape), dtype=tensor.dtype, layout=tensor.layout, device=_CPU)
-    raise NotSupported(f"tensors of layout {tensor.layout} cannot lie at a worker")
+    raise _no_layout(tensor.layout)
+
+
+def _no_layout(layout: torch.layout) -> NotSupported:
+    return NotSupported(f"tensors of layout {layout} cannot lie at a worker", hint="those of torch.sparse_coo can")
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
@@ -423,6 +424,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = op.func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
+    if op.in_python:
+        return op.func.redispatch(_KERNELS, *args, **kwargs)
     if op.view and args[0]._meta.strided:
         return view(op, args, kwargs)
     if op.geometry:
@@ -653,6 +656,8 @@ def _ask(
             meta = meta_of(Geometry.of_plain(plain))
             if name in operands:
                 operand = tensors[operands[name]]
+                if op.mutable and op.returned[index] is not None and meta is not operand._meta:
+                    raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
                 results.append(("operand", operands[name], meta, offset - operand._offset))
                 values.append(wrapper(operand._handle, meta, offset, offset))
             elif name in made:
