@@ -493,7 +493,7 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
     if len(given) == 1:
         return given[0]
-    return tuple(each if own is None else own for each, own in zip(out, given))
+    return tuple(given if out is None else (each if own is None else own for each, own in zip(out, given)))
 
 
 def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
