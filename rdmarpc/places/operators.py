@@ -85,6 +85,7 @@ class Operator:
         "named_numbers",
         "numbers",
         "plain",
+        "raises_versions",
         "random",
         "refused",
         "returned",
@@ -122,6 +123,8 @@ class Operator:
         """For each result the written operand that it is."""
         self.foreach = bare.startswith("_foreach_") or bare.startswith("_fused_ad") or bare.startswith("_fused_sgd")
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
+        self.raises_versions = bare.startswith("_foreach_") and self.mutable
+        """Whether its kernel, not autograd, raises the version of what it writes."""
         kinds = {str(r.type) for r in returns}
         self.value = bool(kinds - {"Tensor", "List[Tensor]", "Optional[Tensor]"})
         self.dynamic = _TAGS.dynamic_output_shape in tags or _TAGS.data_dependent_output in tags or base in _VALUE_SIZED

@@ -31,7 +31,7 @@ from . import observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, known_operators, operator
-from .plain import encode
+from .plain import decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
 
 _make = torch.Tensor._make_wrapper_subclass
@@ -116,6 +116,13 @@ class RemoteTensor(torch.Tensor):
         if not self.is_leaf:
             return self.__deepcopy__({})
         return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        """Another tensor over the same memory."""
+        made = self.data
+        made = torch.nn.Parameter(made, self.requires_grad) if getattr(self, "_is_param", False) else made.requires_grad_(self.requires_grad)
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -650,7 +657,7 @@ def _ask(
             results.append(None)
             values.append(None)
         elif told[0] == "v":
-            return told[1] if single else [each[1] for each in described]
+            return decode(told[1]) if single else [decode(each[1]) for each in described]
         else:
             _, plain, offset, name, nbytes = told
             meta = meta_of(Geometry.of_plain(plain))
@@ -782,8 +789,12 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = _tensors((args, kwargs))
     if any(place_of(each) is not place for each in tensors):
-        return _mixed(op, args, kwargs, tensors)
-    return _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+        out = _mixed(op, args, kwargs, tensors)
+    else:
+        out = _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+    if op.raises_versions and place is not None:
+        torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+    return out
 
 
 def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ import torch
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
-from .plain import decode, dump_error, load
+from .plain import decode, dump_error, encode, load
 
 REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
@@ -349,7 +349,7 @@ class Runner:
         signature.expected = []
         for each in (result,) if single else result:
             if not isinstance(each, torch.Tensor):
-                found.append(("n",) if each is None else ("v", each))
+                found.append(("n",) if each is None else ("v", encode(each)))
                 signature.expected.append(None)
                 name += 1
                 continue

@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -83,6 +84,8 @@ def twins(value: Any, where: Callable[[], Any]) -> Any:
     made: dict[int, torch.Tensor] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
         if id(tensor) not in made:
             made[id(tensor)] = _twin(tensor.detach(), where, storages).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
@@ -308,8 +311,8 @@ def _worker(rank: int, store: str, pipe: Any) -> None:
             function, args = job
             try:
                 pipe.send(("ok", function(*args)))
-            except Exception as error:
-                pipe.send(("error", f"{type(error).__name__}: {error}"))
+            except BaseException as error:
+                pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         places.close_streams()
     rpc.shutdown()
 
@@ -338,8 +341,7 @@ class Group:
         except (EOFError, OSError) as error:
             self.processes[0].join(5)
             raise ChildProcessError(str(error) or f"the caller died with {self.processes[0].exitcode}") from None
-        dead = [(process.join(2), process.exitcode)[1] for process in self.processes[1:] if kind == "error" and not process.is_alive()]
-        if dead := dead or [process.exitcode for process in self.processes[1:] if not process.is_alive()]:
+        if dead := [process.exitcode for process in self.processes[1:] if not process.is_alive()]:
             raise ChildProcessError(f"a worker died with {dead[0]}")
         if kind == "error":
             raise RuntimeError(value)
@@ -374,7 +376,7 @@ def run(jobs: list[tuple[str, torch.dtype, str]], count: int, said: Callable[[Ro
                 group = None
                 row = Row(name, str(dtype)[6:], mode, "crash", 0, str(error))
             except RuntimeError as error:
-                row = Row(name, str(dtype)[6:], mode, "error", 0, f"before its calls: {' '.join(str(error).split())}"[:300])
+                row = Row(name, str(dtype)[6:], mode, "error", 0, f"before its calls: {str(error).splitlines()[0]}"[:300])
             rows.append(row)
             said(row)
     finally:
