@@ -61,6 +61,8 @@ class Timeline:
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.observe(self._calls)
         self._steps = steps.attach(self)
+        observing = self._streams()
+        observing.line = self
         agent.device.on_staged = self._note_staged
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
@@ -87,6 +89,12 @@ class Timeline:
         self._tracks[track] = name
         return track
 
+    @staticmethod
+    def _streams() -> Any:
+        from .places import observing  # a program that only calls does not load ``places`` before it is recorded
+
+        return observing
+
     def _note_staged(self, nbytes: int) -> None:
         held = self._calls.message.bytes
         held["staged"] = held.get("staged", 0) + nbytes
@@ -97,6 +105,9 @@ class Timeline:
             if self._stopped:
                 return
             self.agent.observe(None)
+            observing = self._streams()
+            if observing.line is self:
+                observing.line = None
             self._steps.end()
             self._stopped = time.monotonic_ns()
             self.agent.device.on_staged = None

@@ -254,11 +254,11 @@ def _lines(worker: WorkerRecord) -> list[str]:
 
 def _notes(plan: Described) -> list[str]:
     """Tensors that are sent to several workers, and what dashed lines mean."""
-    fans = {(c.kind, c.name, c.source): plan.writes(c) for c in plan.crossings}
+    fans = {(c.kind, c.name, c.source): dict.fromkeys(other.target for other in plan.writes(c)) for c in plan.crossings}
     notes = [
-        shortened(f"{name}: one source at {source}, {len(writes)} writes, to " + ", ".join(c.target for c in writes), 140)
-        for (_, name, source), writes in fans.items()
-        if len(writes) > 1
+        shortened(f"{kind} {name}: one source at {source}, to {', '.join(targets)}", 140)
+        for (kind, name, source), targets in fans.items()
+        if len(targets) > 1
     ]
     if len(notes) > _NOTES:
         notes[_NOTES:] = [f"and {len(notes) - _NOTES} more that are sent to several workers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import weakref
@@ -178,6 +179,8 @@ class Recorder:
         path, phase = self._path(), self._now()
         for result in results:
             self._made.setdefault(result.storage, phase)
+        if phase == BACKWARD and op.name == "aten::add.Tensor":
+            self._name_sum({operand.storage for operand in operands})
         event = Operation(self._here if place is None else repr(place), op.name, operands, positions, results, phase, path)
         self._events.append(event)
         if phase == FORWARD and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -221,6 +224,19 @@ class Recorder:
             return self._called.get(self._storage(variable), "")
         known = None if node is None else self._nodes.get(node._sequence_nr() + 1)
         return "" if known is None else known.name
+
+    def _name_sum(self, summed: set[int]) -> None:
+        """Autograd adds up gradients of one tensor behind the backward that gave the latest: they are those of its operand."""
+        node = _node()
+        behind = [] if node is None else [each for each, _ in node.next_functions if each is not None]
+        names = {self._nodes[at].name for each in behind if (at := each._sequence_nr() + 1) in self._nodes}
+        for at in range(len(self._events) - 1, -1, -1):
+            move = self._events[at]
+            if not isinstance(move, Move):
+                break
+            if move.made in summed and self._made.get(move.operand.storage) == BACKWARD:
+                self._called[move.operand.storage] = name = names.pop() if len(names) == 1 else ""
+                self._events[at] = dataclasses.replace(move, name=name)
 
     def _meet(self, tensor: torch.Tensor, storage: int) -> None:
         """A tensor is read; what is it, if nobody has recorded how it was made?"""

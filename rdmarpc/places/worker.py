@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
-from . import ring
+from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
 from .plain import decode, dump_error, encode, load
 
@@ -45,6 +45,14 @@ _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
 _HEAD_BYTES = 64
 _FINE, _VOID = 0, 1
 _END_S = 5.0
+_SHOWN = {
+    ring.OPERATION: "an operation",
+    ring.ASK: "an operation",
+    ring.LAND: "a tensor that came",
+    ring.SEND: "a copy",
+    ring.FETCH: "a copy to the caller",
+}
+"""Messages that a timeline has, and what they are in words."""
 
 
 class Void:
@@ -91,8 +99,8 @@ def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
 class Runner:
     """One stream. ``start`` begins its thread; ``stop`` may be called by any thread."""
 
-    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device, threads: int) -> None:
-        self.channel, self.channels, self.device, self.threads = channel, channels, device, threads
+    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device) -> None:
+        self.channel, self.channels, self.device = channel, channels, device
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
@@ -109,7 +117,11 @@ class Runner:
         self.operations = 0
         self._told = 0
         self._told_at = 0.0
-        self._position = 0
+        self._batch: list[int] = []
+        self._start = self._at = 0
+        """The batch that is run, the position of its first word in the ring, and of the message in it."""
+        self._line: tuple[observing.Line, int] | None = None
+        """The timeline that is recorded, and this stream's track in it."""
 
     def open(self, reply: bytes, done: bytes, notify: int) -> tuple[bytes, int]:
         """Take the caller's memory for answers and progress; returns the ring's descriptor and its notification number."""
@@ -164,7 +176,6 @@ class Runner:
     # -- the thread
 
     def _serve(self) -> None:
-        torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
@@ -182,21 +193,26 @@ class Runner:
         reader = self.ring
         while not self.stopped:
             if not reader.look():
+                self._batch = []
                 self._tell()
                 if not reader.wait():
                     self.channel.check()
                     continue
-            start = reader.read
-            words = reader.take()
+            self._start = reader.read
+            self._batch = words = reader.take()
+            line = None if observing.line is None else self._track(observing.line)
             at, end = 0, len(words)
             while at < end:
                 head = words[at]
                 if head & 255 == ring.LAST:
                     self.stopped = True
                     break
-                self._position = start + at
+                self._at = at
                 try:
-                    self._run[head & 255](words, at + 1)
+                    if line is None:
+                        self._run[head & 255](words, at + 1)
+                    else:
+                        self._run_noted(*line, words, at)
                 except RdmaError:
                     raise
                 except BaseException as error:  # no memory for what has come, say: what it was to be is void
@@ -204,6 +220,46 @@ class Runner:
                 at += head >> 8
             if reader.read - self._told > ring.RING_WORDS // 8 or time.monotonic() - self._told_at > ring.TOLD_S:
                 self._tell()
+
+    @property
+    def _position(self) -> int:
+        return self._start + self._at
+
+    # -- seeing it
+
+    def _track(self, line: observing.Line) -> tuple[observing.Line, int]:
+        if self._line is None or self._line[0] is not line:
+            self._line = line, line.new_track(f"stream of {self.channel.peer}, {self.device}")
+        return self._line
+
+    def _run_noted(self, line: observing.Line, track: int, words: list[int], at: int) -> None:
+        head, begin = words[at], time.monotonic_ns()
+        self._run[head & 255](words, at + 1)
+        if head & 255 in _SHOWN:
+            line.span(track, self._told_as(words, at), "stream", begin, time.monotonic_ns(), {"position": self._position})
+
+    def _told_as(self, words: list[int], at: int) -> str:
+        """A message in words."""
+        kind = words[at] & 255
+        if kind in (ring.OPERATION, ring.ASK):
+            found = self.signatures.get(words[at + (1 if kind == ring.OPERATION else 2)])
+            return "an operation" if found is None else found.func.name().removeprefix("aten::")
+        if kind == ring.LAND and words[at + 3] in self.sources:
+            return f"a copy from {self.sources[words[at + 3]][0].peer}"
+        if kind == ring.SEND:
+            return f"a copy to {self.remote[words[at + 4]].channel.peer}"
+        return _SHOWN.get(kind, "names and tables")
+
+    def explain(self) -> str:
+        """What the stream does at this moment. Any thread may ask; it is not kept from going on."""
+        words, at = self._batch, self._at
+        try:
+            awaited = bool(words) and words[at] & 255 == ring.LAND
+            now = f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}" if words else f"waits for {self.channel.peer} to post"
+        except (IndexError, KeyError):
+            now = "between two operations"
+        state = "has ended" if self.stopped else now if self.void is None else "stands still until its error is asked for"
+        return f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
 
     def _tell(self) -> None:
         if self._told != self.ring.read:
@@ -390,7 +446,7 @@ class Runner:
         self.void = None
 
     def _state(self, words: list[int], at: int) -> None:
-        apply_state(load(words, at))
+        set_flags(load(words, at))
 
     # -- tensors that come and go
 
@@ -569,8 +625,21 @@ def write_strided(
     channel.memcpy(remote[shift : shift + flat.numel()], registered(channel, flat)).wait()
 
 
-def apply_state(told: dict[str, Any]) -> None:
-    """Flags of torch that change what operators compute."""
-    torch.use_deterministic_algorithms(told["deterministic"], warn_only=told["warn_only"])
-    torch.backends.mkldnn.set_flags(told["mkldnn"]) if hasattr(torch.backends.mkldnn, "set_flags") else None
-    torch.set_flush_denormal(told["flush_denormal"])
+def flags() -> tuple[Any, ...]:
+    """Flags of torch, and of this thread, that change what operators compute."""
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0)
+
+
+def set_flags(told: tuple[Any, ...]) -> None:
+    """Set them, in the thread that runs operations."""
+    deterministic, warns, mkldnn, precision, threads, flushes = told
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(flushes)
+
+
+_deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
+_mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
+_TINY, _ONE = 5e-324, 1.0

@@ -15,7 +15,9 @@ from torch import nn
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph.servers.bundle import ALWAYS, TRACED
+from ..graph.plan.place import Edge
 from ..graph.show.describe import Transfers, describe
+from ..graph.show.records import Crossing
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .servers import Servers, close_dropped
@@ -198,7 +200,7 @@ class ServedModel(nn.Module):
         """The tensors that cross between this worker and the servers in a step, as one entry with ``save`` and ``draw``."""
         servers = state_of(self).servers
         kept = {server: sum(p.nbytes for p in parameters) for server, parameters in servers.parameters.items()}
-        return [describe(servers.placement, kept)]
+        return [describe(servers.placement.caller, [_crossing(edge) for edge in servers.placement.edges], kept)]
 
     def placement_table(self) -> str:
         """A line for each of these tensors, and their sum."""
@@ -293,6 +295,11 @@ class ServedModel(nn.Module):
         """As that copy."""
         self._wait()
         return _itself, (state_of(self).net,)
+
+
+def _crossing(edge: Edge) -> Crossing:
+    dtype = str(edge.dtype).removeprefix("torch.")
+    return Crossing(edge.number, edge.value, edge.kind, edge.source, edge.target, edge.shape, dtype, edge.nbytes, True)
 
 
 def _with_forward_of(original: type[nn.Module]) -> type[ServedModel]:

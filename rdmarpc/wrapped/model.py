@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ..calls import agent as _agent
+from ..graph.plan.place import Edge
 from ..graph.show.describe import Transfers, describe
+from ..graph.show.records import Crossing
 from ..graph.trace import values
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
@@ -186,6 +188,11 @@ def _class_of(kind: type[nn.Module]) -> type[WrappedModel]:
         return type(kind.__name__, (WrappedModel,), names)
 
 
+def _crossing(edge: Edge) -> Crossing:
+    shape, dtype = tuple(max(n, 0) for n in edge.shape), str(edge.dtype).removeprefix("torch.")
+    return Crossing(edge.number, edge.value, edge.kind, edge.source, edge.target, shape, dtype, edge.nbytes, edge.static)
+
+
 class WrappedModel(nn.Module):
     """A model with parts at several workers, as ``wrap`` returns it.
 
@@ -304,8 +311,8 @@ class WrappedModel(nn.Module):
         """The tensors that cross, as data: one entry for each plan that is set up, the last used one last. Entries have
         ``save`` and ``draw``, and print as tables."""
         state = state_of(self)
-        parameters, staged = state.parameter_bytes(), state.staged()
-        return [describe(placement, parameters, staged) for placement in state.session.caller.plans.placements()]
+        kept, plans = state.parameter_bytes(), state.session.caller.plans.placements()
+        return [describe(plan.caller, [_crossing(edge) for edge in plan.edges], kept) for plan in plans]
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``); with ``everywhere`` those of the model's other workers are added.
