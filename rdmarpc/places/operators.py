@@ -48,8 +48,7 @@ _NOT_KEPT = (aten.as_strided.default, aten.view.dtype)
 """Views whose offset is not that of their operand plus a constant."""
 RESIZED = "a tensor that lies at a worker is not resized in place"
 REFUSED = {
-    "aten::set_.source_Storage": "a tensor's storage cannot be replaced by a plain one",
-    "aten::set_.source_Storage_storage_offset": "a tensor's storage cannot be replaced by a plain one",
+    "aten::set_": "what a tensor at a worker lies over cannot be replaced (`.data =` does that)",
     "aten::resize_": RESIZED,
     "aten::resize_as_": RESIZED,
     "aten::_nested_tensor_from_tensor_list": "nested tensors cannot lie at a worker",

@@ -678,7 +678,7 @@ def _ask(
                 made[name] = index
                 results.append(("new", nbytes, meta, offset))
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
-    if not (op.dynamic and op.sized_by_values(args)):
+    if not (op.dynamic and op.sized_by_values(args)) and all(each._meta.strided for each in tensors):
         known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
@@ -829,6 +829,8 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> Any:
+    if device.type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kwargs.get("dtype") or tensor.dtype, device=device)
     moved = at_place(tensor, place_named(device))
     moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
     rest = {name: value for name, value in kwargs.items() if name != "device"}

@@ -335,7 +335,7 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor is gone"), self._position)))
+            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position)))
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:

@@ -118,7 +118,7 @@ def made() -> None:
     assert torch.empty(2, 3, device=device).shape == (2, 3)
     assert torch.empty_strided((2, 3), (1, 2), device=device).stride() == (1, 2)
     x = torch.ones(2, 3, device=device)
-    for like in (torch.zeros_like(x), x.new_zeros(4), torch.ones_like(x, dtype=torch.int64), x.new_tensor([1.0])):
+    for like in (torch.zeros_like(x), x.new_zeros(4), torch.ones_like(x, dtype=torch.int64), torch.empty_like(x)):
         assert type(like) is RemoteTensor and like.place == W1
     leaf = torch.ones(3, device=device, requires_grad=True)
     (leaf * 2).sum().backward()
@@ -138,6 +138,7 @@ def moved() -> None:
     same(plain.to(places.device(W1), torch.float64), plain.double())
     same(x.to(places.device(W2), torch.float16), plain.half())
     same(x.double(), plain.double())
+    assert x.to("meta").is_meta and x.to("meta").stride() == plain.stride()
     same(x.to(torch.zeros(1, dtype=torch.int32)), plain.int())
     brought = x.cpu()
     assert type(brought) is torch.Tensor and torch.equal(brought, plain)
@@ -184,18 +185,24 @@ def named_refusals() -> None:
     refused(lambda: torch.from_dlpack(x))
     refused(lambda: x.__dlpack__())
     refused(lambda: x.resize_(9), "resize")
-    refused(lambda: x.set_(torch.randn(4).untyped_storage()))
+    refused(lambda: x.set_(torch.randn(4).untyped_storage()), "replaced")
     refused(lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "quantized")
-    refused(lambda: torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8).to(places.device(W1)), "quantized")
-    refused(lambda: torch.randn(4, 4).relu().to_sparse_csr().to(places.device(W1)), "sparse_csr")
     refused(lambda: there(torch.randn(4, 4)).to_sparse_csr(), "sparse_csr")
     refused(lambda: x.to_mkldnn(), "MKL")
-    refused(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).to(places.device(W1)), "nested")
+    refused(lambda: torch.nested.nested_tensor([x, x]), "nested")
+    refused(lambda: x.set_(there(torch.randn(9))), "replaced")
+    refused(lambda: torch.randn(4).set_(x), "replaced")
+    refused(lambda: x.to("remote:99"), "no place")
+    for plain in (
+        torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
+        torch.randn(4, 4).relu().to_sparse_csr(),
+        torch.randn(4, 4).to_mkldnn(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ):
+        refused(lambda plain=plain: x + plain)
+        with pytest.raises((RuntimeError, NotImplementedError)):  # torch's own: its layouts know a few devices
+            plain.to(places.device(W1))
     refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized")
-    refused(lambda: torch.rand(3, device=places.device(W1), generator=torch.Generator()), "generator") if False else None
-    refused(lambda: x.normal_(generator=torch.Generator()), "generator") if False else None
-    with pytest.raises(RuntimeError):
-        x.untyped_storage().data_ptr() and x.untyped_storage()[0]
     same(torch.add(x, 1), home(x) + 1)  # nothing is left of these errors
 
 
@@ -293,7 +300,7 @@ OPTIMIZERS = {
     "AdamW": {"weight_decay": 0.1},
     "Adamax": {},
     "ASGD": {},
-    "LBFGS": {},
+    "LBFGS": {"max_iter": 3},
     "Muon": {},
     "NAdam": {},
     "RAdam": {},
@@ -506,10 +513,13 @@ def functions() -> None:
         net = nn.Linear(3, 2)
         if move is there:
             net.to(places.device(W1))
+        with torch.autograd.forward_ad.dual_level():
+            yield from torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x.cos()) * w[0])
+        yield from torch.func.jvp(torch.sin, (x,), (move(torch.ones(5, 3)),))
+        yield torch.func.jacfwd(lambda v: (v @ w).tanh())(x[0])
         yield torch.func.functional_call(net, {"weight": move(torch.ones(2, 3))}, (x,))
 
     both(program)
-    refused(lambda: torch.func.jvp(torch.sin, (there(torch.randn(3)),), (there(torch.ones(3)),)), "forward-mode")
 
 
 def data() -> None:
@@ -532,8 +542,6 @@ def data() -> None:
         yield parameter.detach()
 
     both(program)
-    with pytest.raises((RuntimeError, rpc.NotSupported)):
-        torch.randn(3).data = there(torch.randn(3))
 
 
 def sparse() -> None:
@@ -574,7 +582,7 @@ def crossing() -> None:
         there(a[:1]).expand(64, 64).add_(y)
     for shape in (a.t(), a[::2, 1:9], a[3, 5:9].expand(4, 4), a[0, 0], a[:0]):
         moved = there(shape, W2).to(places.device(W1))
-        same(moved, shape)
+        same(moved, shape.clone())
         same(there(shape, W2) * x[0, 0], shape * a[0, 0])
     leaf = torch.randn(64, 64, requires_grad=True)
     (leaf.to(places.device(W1)) @ y).sum().cpu().backward()
@@ -627,7 +635,7 @@ def threads() -> None:
 def _count() -> int:
     from rdmarpc.places import runners
 
-    return sum(len(runner.values) for held in list(runners._running.values()) for runner in list(held.values()))
+    return sum(len(runner.values) for held in list(runners._runners.values()) for runner in list(held.values()))
 
 
 def values_at(worker: str) -> int:
@@ -680,13 +688,12 @@ def late_errors() -> None:
         found.sum().item()
     assert "index_select" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])]), caught.value
     same(x + 1, home(x) + 1)
-    with pytest.raises(Exception, match="index|computed"):
+    with pytest.raises(Exception, match="not computed"):
         found.cpu()
     y = there(torch.randn(3, 3), W2)
     found = x.index_select(0, index)
-    crossed = y[:2] + found.to(places.device(W2))
-    with pytest.raises((IndexError, RuntimeError), match="index"):
-        crossed.cpu()
+    with pytest.raises((IndexError, RuntimeError), match="index_select"):
+        (y[:2] + found.to(places.device(W2))).cpu()
     same(y + x, home(y) + home(x))
     with pytest.raises(RuntimeError, match="shape|size"):
         x @ there(torch.randn(4, 4))
