@@ -39,7 +39,7 @@ import torch
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
-from .plain import decode, dump_error, load
+from .plain import decode, dump_error, encode, load
 
 REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
@@ -349,7 +349,7 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor is gone"), self._position)))
+            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position)))
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:
@@ -381,20 +381,25 @@ class Runner:
             return
         try:
             found = self.signatures[words[at + 1]]
+            operands = self._operands(found, words, at + 3)
+            before = [geometry(tensor) for _, tensor in operands]
             result = self._call(found, words, at + 3)
-            self._answer(question, ("ok", self._describe(found, words[at + 2], result, self._operands(found, words, at + 3))))
+            _same_sizes(operands, before)
+            self._answer(question, ("ok", self._describe(found, words[at + 2], result, operands)))
         except _Voided as error:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
             self._answer(question, ("error", dump_error(error, self._position)))
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
-        """(name, tensor) of all operands."""
+        """(name, tensor as it was made) of all operands that are not void."""
         found: list[tuple[int, torch.Tensor]] = []
 
         def walk(kind: str, value: Any, at: int) -> int:
             if kind == "w":
-                found.append((words[at], self.values[words[at]]))
+                tensor = self.values.get(words[at])
+                if isinstance(tensor, torch.Tensor):
+                    found.append((words[at], tensor))
                 return at + 2
             if kind == "l":
                 for each in value:
@@ -416,7 +421,7 @@ class Runner:
         signature.expected = []
         for each in (result,) if single else result:
             if not isinstance(each, torch.Tensor):
-                found.append(("n",) if each is None else ("v", each))
+                found.append(("n",) if each is None else ("v", encode(each)))
                 signature.expected.append(None)
                 name += 1
                 continue
@@ -466,12 +471,9 @@ class Runner:
         geometry = self.metas[meta]
         blob = struct.pack(f"<{-(-nbytes // 8)}q", *words[at + 4 : at + 4 + -(-nbytes // 8)])[:nbytes]
         flat = torch.empty(room(geometry, shift)[0] + 64, dtype=torch.uint8)
-        start = (shift - flat.data_ptr()) % 64
-        flat[start : start + nbytes] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if nbytes else flat[:0]
-        if start % geometry.dtype.itemsize:
-            flat, start = flat[start:].clone(), 0
-        tensor = torch.empty(0, dtype=geometry.dtype)
-        tensor.set_(flat.untyped_storage(), start // geometry.dtype.itemsize, geometry.shape, geometry.strides)
+        buffer, start = memoryview(flat.numpy()), (shift - flat.data_ptr()) % 64
+        buffer[start : start + nbytes] = blob
+        tensor = over(buffer, start, geometry)  # its storage begins there: views count from it
         self.values[name] = self._placed(dressed(tensor, geometry))
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -540,6 +542,14 @@ class Runner:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
             self._answer(question, ("error", dump_error(error, self._position)))
+
+
+def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]) -> None:
+    """``NotSupported`` if an operator has resized what it was given (``out=``): the caller's tensors would not see that."""
+    for (_, tensor), shape in zip(operands, before):
+        if tensor.layout is torch.strided and geometry(tensor) != shape:
+            tensor.as_strided_(shape.shape, shape.strides)
+            raise NotSupported("a tensor that lies at a worker is not resized in place", hint="give out= one of the result's shape")
 
 
 class Derived(RdmaError):
