@@ -57,7 +57,7 @@ def take_large(key: str, question: int) -> bytes:
 
 def _explain() -> list[str]:
     agent = here.found()
-    return [runner.explain() for runner in list(_running.get(agent, {}).values()) if not runner.stopped] if agent else []
+    return [runner.explain() for runner in list(_runners.get(agent, {}).values()) if not runner.stopped] if agent else []
 
 
 here.explained.append(_explain)
