@@ -13,16 +13,13 @@ import gpu
 import hypothesis
 import psutil
 import pytest
+from lasting import lasting
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes of Python's own that live as long as the test run."""
 
 SEMAPHORE = "sem."
 """What names in /dev/shm begin with that are never ours, but ``multiprocessing``'s."""
-
-lasting: set[int] = set()
-"""Processes that a fixture of wider scope keeps."""
-
 
 # An example that takes longer than usual says nothing about the code on a busy machine; and a run draws what the last one drew.
 hypothesis.settings.register_profile(

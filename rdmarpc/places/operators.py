@@ -105,7 +105,8 @@ class Operator:
         self.written = tuple(written)
         self.mutable = schema.is_mutable
         self.geometry = bare in _GEOMETRY_IN_PLACE
-        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(self.name, "CompositeImplicitAutograd")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.composite = has_kernel(self.name, "CompositeImplicitAutograd") and not has_kernel(self.name, "CPU")
         """Made of others: it comes here as itself only where autograd is out of the way (inference mode)."""
         aliased = any(r.alias_info is not None for r in returns)
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)

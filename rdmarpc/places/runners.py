@@ -24,14 +24,14 @@ def running(key: str) -> Runner:
 
 
 def open_stream(
-    key: str, caller: str, device: str, threads: int, reply: bytes, done: bytes, notify: int
+    key: str, caller: str, device: str, reply: bytes, done: bytes, notify: int
 ) -> tuple[bytes, int]:
     """Begin to run a stream of worker ``caller`` on a device: its ring, and the number of the ring's notifications."""
     agent = _agent.current()
     where = torch.device(device)
     if where.type != "cpu" and not torch.accelerator.is_available():
         raise NotSupported(f"worker {agent.name} has no {where.type} device", hint="rdmarpc doctor says what a host can do")
-    runner = Runner(agent.channel(caller), agent.channel, where, threads)
+    runner = Runner(agent.channel(caller), agent.channel, where)
     known = _runners.setdefault(agent, {})
     for ended in [each for each, runner in known.items() if runner.stopped]:
         del known[ended]

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import struct
+import sys
 import threading
 import time
 import uuid
 from collections import deque
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -29,6 +32,10 @@ from .plain import dump, load_error, loads
 from .worker import REPLY_BYTES, Derived, Landing, raw
 
 _log = logging.getLogger("rdmarpc")
+_LINES = 4096
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
+_torchs: dict[int, bool] = {}
 INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
@@ -38,6 +45,14 @@ names = itertools.count(1)
 """Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
 _numbers = itertools.count(1)
 """Of regions, for all streams: a worker knows regions of several others by their numbers."""
+
+
+def _is_torchs(code: CodeType) -> bool:
+    """Whether code is torch's, or ours: not the program's."""
+    found = _torchs.get(id(code))
+    if found is None:
+        found = _torchs[id(code)] = code.co_filename.startswith((_TORCH, _OURS))
+    return found
 
 
 class Meta:
@@ -148,7 +163,9 @@ class Stream:
         self._questions = 0
         self._waits = False
         self._regions: dict[Stream | None, list[Region]] = {}
-        self._state: Any = None
+        self.state: tuple[Any, ...] = ()
+        """The flags under which the worker runs operations (``flags``)."""
+        self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)
         channel = self.channel = agent.channel(worker.name)
         self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
         self._done_memory = channel.empty(64, dtype=torch.uint8).zero_()
@@ -158,7 +175,7 @@ class Stream:
         self._answers = channel.expect(notify)
         export = channel.device.export
         mine = (export(self._reply_memory), export(self._done_memory), notify)
-        opened = self._manage(runners.open_stream, agent.name, str(device), torch.get_num_threads(), *mine)
+        opened = self._manage(runners.open_stream, agent.name, str(device), *mine)
         self._ring = ring.RingWriter(channel, *opened, mirror, self._done_memory.data_ptr(), self.timeout)
 
     def __repr__(self) -> str:
@@ -216,6 +233,26 @@ class Stream:
         for region, offset, nbytes in places:
             region.free(position, offset, nbytes)
 
+    def note(self, name: str, depth: int) -> None:
+        """Note the line of the program, some frames up, that is about to post operator ``name``."""
+        frame: FrameType | None = sys._getframe(depth)
+        assert frame is not None
+        while (above := frame.f_back) is not None and _is_torchs(frame.f_code):
+            frame = above
+        self._lines.append((self._ring.written, name, frame.f_code, frame.f_lasti))
+
+    def _line(self, position: int) -> str:
+        """Who posted what failed at this position."""
+        for written, name, code, at in reversed(self._lines):
+            if written <= position:
+                number = next((line for start, end, line in code.co_lines() if start <= at < end), None)
+                return f'{name}, posted by File "{code.co_filename}", line {number}, in {code.co_name}'
+        return "an operation that was posted long ago"
+
+    def tell_state(self, state: tuple[Any, ...]) -> None:
+        self.post([ring.STATE, *ring.as_words(dump(state))])
+        self.state = state
+
     def tell_meta(self, meta: Meta) -> int:
         if meta.number not in self._metas:
             self.post([ring.META, meta.number, *ring.as_words(dump(meta.geometry.plain()))])
@@ -239,9 +276,7 @@ class Stream:
         if kind == "ok":
             return value
         error, position = load_error(value)
-        if kind == "late":
-            error = self._reset_all(error)
-        raise error
+        raise self._reset_all(error, position) if kind == "late" else error
 
     def _answer(self, number: int) -> tuple[str, Any]:
         begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
@@ -269,16 +304,18 @@ class Stream:
                 elif self.timeout and time.monotonic() - since > self.timeout:
                     raise ring.stuck(self.channel, self.timeout) from None
 
-    def _reset_all(self, error: BaseException) -> BaseException:
-        """An error came late: the first one of all streams, after which all go on."""
+    def _reset_all(self, error: BaseException, position: int) -> BaseException:
+        """An error came late: find the first one of all streams, after which all go on."""
+        found = [(self, error, position)]
         for stream in streams():
             if stream is not self:
                 with contextlib.suppress(RdmaError), stream.lock:
                     kind, value = stream.status()
                     if kind == "late":
-                        other, _ = load_error(value)
-                        if isinstance(error, Derived) and not isinstance(other, Derived):
-                            error = other
+                        found.append((stream, *load_error(value)))
+        where, error, position = next((each for each in found if not isinstance(each[1], Derived)), found[0])
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
         for stream in streams():
             with contextlib.suppress(RdmaError):
                 stream.post([ring.RESET])

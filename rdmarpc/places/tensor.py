@@ -33,6 +33,7 @@ from .names import DEVICE, place_named
 from .operators import Operator, aten, known_operators, operator
 from .plain import encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
+from .worker import flags
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
@@ -550,6 +551,9 @@ def _send(
     key = tuple(form)
     place.operations += 1
     with place.lock:
+        if (state := flags()) != place.state:
+            place.tell_state(state)
+        place.note(op.name, 3)
         known = place.known[grad].get(key)
         if known is None or known.kind == _ASKED:
             out = _ask(place, op, key, known, words, args, kwargs)

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from ..transport import Channel, PeerLost, RdmaError, RemoteRegion, kernels
+from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
 from .plain import decode, dump_error, load
@@ -82,7 +82,10 @@ class Signature:
 def _overload(name: str) -> Any:
     space, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+    try:
+        return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+    except AttributeError:
+        raise NotSupported(f"this worker has no operator {name}", hint="import what registers it in the worker's program") from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -96,8 +99,8 @@ def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
 class Runner:
     """One stream. ``start`` begins its thread; ``stop`` may be called by any thread."""
 
-    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device, threads: int) -> None:
-        self.channel, self.channels, self.device, self.threads = channel, channels, device, threads
+    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device) -> None:
+        self.channel, self.channels, self.device = channel, channels, device
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
@@ -173,7 +176,6 @@ class Runner:
     # -- the thread
 
     def _serve(self) -> None:
-        torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
@@ -206,10 +208,15 @@ class Runner:
                     self.stopped = True
                     break
                 self._at = at
-                if line is None:
-                    self._run[head & 255](words, at + 1)
-                else:
-                    self._run_noted(*line, words, at)
+                try:
+                    if line is None:
+                        self._run[head & 255](words, at + 1)
+                    else:
+                        self._run_noted(*line, words, at)
+                except RdmaError:
+                    raise
+                except BaseException as error:  # no memory for what has come, say: what it was to be is void
+                    self._fail(error)
                 at += head >> 8
             if reader.read - self._told > ring.RING_WORDS // 8 or time.monotonic() - self._told_at > ring.TOLD_S:
                 self._tell()
@@ -434,7 +441,7 @@ class Runner:
         self.void = None
 
     def _state(self, words: list[int], at: int) -> None:
-        apply_state(load(words, at))
+        set_flags(load(words, at))
 
     # -- tensors that come and go
 
@@ -496,6 +503,9 @@ class Runner:
         except RdmaError as error:
             if self.void is None:
                 self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            landing.write(offset, shift, None)
 
     def _fetch(self, words: list[int], at: int) -> None:
         name, view_at, meta, question, shift, length = words[at : at + 6]
@@ -585,6 +595,8 @@ def write_strided(
     which ``remote`` begins at ``offset``, if it is mapped already."""
     if not tensor.numel():
         return
+    if 0 in tensor.stride():  # elements that are one are written once
+        tensor = tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride())
     if mapped is None:
         mapped, offset = channel.map(remote), 0
     if mapped is not None:
@@ -603,8 +615,21 @@ def write_strided(
     channel.memcpy(remote[shift : shift + flat.numel()], registered(channel, flat)).wait()
 
 
-def apply_state(told: dict[str, Any]) -> None:
-    """Flags of torch that change what operators compute."""
-    torch.use_deterministic_algorithms(told["deterministic"], warn_only=told["warn_only"])
-    torch.backends.mkldnn.set_flags(told["mkldnn"]) if hasattr(torch.backends.mkldnn, "set_flags") else None
-    torch.set_flush_denormal(told["flush_denormal"])
+def flags() -> tuple[Any, ...]:
+    """Flags of torch, and of this thread, that change what operators compute."""
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0)
+
+
+def set_flags(told: tuple[Any, ...]) -> None:
+    """Set them, in the thread that runs operations."""
+    deterministic, warns, mkldnn, precision, threads, flushes = told
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(flushes)
+
+
+_deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
+_mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
+_TINY, _ONE = 5e-324, 1.0

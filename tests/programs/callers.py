@@ -1,0 +1,155 @@
+"""A process that judges programs, with its workers: started once for many programs, anew after a crash or a hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import importlib
+import sys
+import tempfile
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import judge
+import probes
+from forks import forks
+from torch import nn
+
+START_S = 120.0
+
+
+def identity(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
+    return net
+
+
+def wrap(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
+    import rdmarpc as rpc
+
+    return rpc.wrap(net, dict(placement))
+
+
+def remote(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
+    from rdmarpc.places import wrap as moved
+
+    return moved(net, dict(placement))
+
+
+TARGETS: dict[str, tuple[judge.Place, int]] = {"identity": (identity, 0), "wrap": (wrap, 3), "remote": (remote, 3)}
+"""How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
+
+
+def target(name: str) -> tuple[judge.Place, int]:
+    if ":" not in name:
+        return TARGETS[name]
+    module, function, *workers = name.split(":")
+    return getattr(importlib.import_module(module), function), int(workers[0]) if workers else 0
+
+
+Job = tuple[Any, ...]
+"""``("text", text)`` or ``("probe", name, variant)``."""
+
+
+def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
+    if job[0] == "probe":
+        return judge.judged(getattr(probes, job[1]), functools.partial(probes.spread, place, job[2]))
+    name = f"drawn_{zlib.crc32(job[1].encode()):08x}"  # a file, for tracebacks, and for pickles that workers read
+    (Path(folder) / f"{name}.py").write_text(job[1], encoding="utf-8")
+    importlib.invalidate_caches()
+    return judge.judged(importlib.import_module(name).program, place)
+
+
+class Callers:
+    """Not thread-safe. ``limit``: seconds that a program may take, with its run in one process."""
+
+    def __init__(self, name: str, limit: float = 60.0) -> None:
+        self.name, self.limit = name, limit
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._times = 0
+
+    def judge(self, job: Job) -> judge.Verdict:
+        if not self._processes:
+            self._start()
+        pipe = self._pipes[0]
+        try:
+            pipe.send((job, self.limit))
+            if pipe.poll(self.limit):
+                return pipe.recv()
+            verdict = judge.Verdict("HANG", f"no answer in {self.limit:.0f} s; the caller's stacks are on stderr")
+        except (EOFError, OSError):
+            self._processes[0].join(5.0)
+            verdict = judge.Verdict("CRASH", f"exit code {self._processes[0].exitcode}")
+        self._kill()
+        return verdict
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(20.0)
+        self._kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Callers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._times += 1
+        size = target(self.name)[1] + 1
+        store = str(Path(self._folder.name) / f"store{self._times}")
+        for rank in range(size):
+            ours, theirs = forks().Pipe()
+            process = forks().Process(target=_main, args=(self.name, rank, size, self._folder.name, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        if not self._pipes[0].poll(START_S) or self._pipes[0].recv() != "ready":
+            self._kill()
+            raise TimeoutError("the processes of a target did not start")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5.0)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _main(name: str, rank: int, size: int, folder: str, store: str, pipe: Connection) -> None:
+    import torch
+
+    import rdmarpc as rpc
+
+    torch.set_num_threads(1)
+    sys.path.append(folder)
+    sys.dont_write_bytecode = True
+    if size > 1:
+        options = rpc.RpcBackendOptions(init_method=f"file://{store}", rpc_timeout=20, num_worker_threads=4)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    if rank == 0:
+        place = target(name)[0]
+        gc.freeze()  # else each program's collection walks all that was imported
+        pipe.send("ready")
+        while (asked := pipe.recv()) is not None:
+            job, limit = asked
+            faulthandler.dump_traceback_later(0.95 * limit, file=sys.__stderr__)
+            pipe.send(judged(job, place, folder))
+            faulthandler.cancel_dump_traceback_later()
+    else:
+        with suppress(EOFError):
+            pipe.recv()
+    if size > 1:
+        rpc.shutdown()

@@ -1,0 +1,160 @@
+"""Random and chosen programs do the same over a placed model as in one process. ``python -m tests.programs`` runs more."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import callers
+import drawn_programs
+import judge
+import probes
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TARGET = "remote"
+
+REGRESSIONS: tuple[int, ...] = (65, 169, 190)
+"""Seeds that some target failed, besides the first ones: hooks of before placing, stale places."""
+
+REFUSED = {"lazy_module", "strange_kinds", "pointers", "arrays", "forward_mode", "user_subclasses"}
+"""Chosen programs of which a part may be refused by name."""
+
+
+def failures(target: str, jobs: dict[str, callers.Job], refused: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
+    with callers.Callers(target, limit=40.0) as judging:
+        verdicts = {name: judging.judge(job) for name, job in jobs.items()}
+    good = {name: (*judge.GOOD, *(["refused"] if name.split("/")[0] in refused else [])) for name in jobs}
+    return [f"{name}: {verdict.kind}: {verdict.detail}" for name, verdict in verdicts.items() if verdict.kind not in good[name]]
+
+
+def drawn(*seeds: int) -> dict[str, callers.Job]:
+    return {str(seed): ("text", drawn_programs.source(drawn_programs.recipe(seed))) for seed in seeds}
+
+
+def chosen(*variants: int) -> dict[str, callers.Job]:
+    return {f"{name}/{variant}": ("probe", name, variant) for name in probes.NAMES for variant in variants}
+
+
+def test_drawn_programs():
+    assert not failures(TARGET, drawn(*range(60), *REGRESSIONS))
+
+
+@pytest.mark.slow
+def test_chosen_programs():
+    assert not failures(TARGET, chosen(0, 2), REFUSED)
+
+
+def test_programs_repeat():
+    """Else a difference would say nothing."""
+    assert not failures("identity", {**drawn(*range(100, 130)), **chosen(0)})
+
+
+class Drops(TorchDispatchMode):
+    """A target that is wrong: write number ``count`` of the placed program has no effect."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.left: int | None = None
+        self.count = count
+
+    def place(self, net: nn.Module, placement: Any) -> nn.Module:
+        self.left = self.count
+        return net
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left is not None and func._schema.name.endswith("_") and torch.is_tensor(args[0]):
+            self.left -= 1
+            if self.left == -1:
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+TRAINS = """
+import torch
+def program(place, keep):
+    torch.manual_seed(0)
+    net = place(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), {})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(3, 4) + torch.eye(3, 4)).pow(3).sum().backward()
+        optimizer.step()
+    keep("first", net[0].weight[0])
+"""
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_a_lost_write_is_seen(count: int):
+    program = drawn_programs.loaded(TRAINS).program
+    with Drops(count) as drops:
+        assert judge.judged(program, drops.place).kind == "WRONG"
+    assert judge.judged(program, lambda net, _: net).kind == "equal"
+
+
+class NotSupported(Exception):
+    pass
+
+
+def raising(error: Exception | None, step: int = 1) -> judge.Program:
+    def program(place: Any, keep: Any) -> None:
+        for n in range(3):
+            keep("n", n)
+            if n == step and error is not None:
+                raise error
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (raising(ValueError("a")), raising(ValueError("a")), "same error"),
+        (raising(ValueError("a")), raising(ValueError("b")), "other text"),
+        (raising(ValueError("a")), raising(RuntimeError("line 3: a"), 2), "late error"),
+        (raising(ValueError("a")), raising(TypeError("b")), "other error"),
+        (raising(ValueError("a")), raising(None), "WRONG"),
+        (raising(None), raising(ValueError("a")), "other error"),
+        (raising(None), raising(NotSupported("a")), "refused"),
+        (lambda _, keep: keep("x", torch.ones(2)), lambda _, keep: keep("x", torch.ones(2) + 1e-7), "rounded"),
+        (lambda _, keep: keep("x", torch.zeros(2)), lambda _, keep: keep("x", -torch.zeros(2)), "rounded"),
+        (lambda _, keep: keep("x", torch.ones(2)), lambda _, keep: keep("x", torch.ones(2).double()), "WRONG"),
+        (lambda _, keep: keep("x", torch.ones(2, 2)), lambda _, keep: keep("x", torch.ones(2, 2).t()), "metadata"),
+        (lambda _, keep: keep("x", 1), lambda _, keep: keep("x", True), "WRONG"),
+        (lambda _, keep: keep("x", 1), lambda _, keep: keep("x", NotSupported("no")), "refused"),
+        (lambda _, keep: None, lambda _, keep: torch.rand(1), "WRONG"),
+    ],
+)
+def test_verdicts(one: judge.Program, other: judge.Program, kind: str):
+    here = lambda net, _: net  # noqa: E731
+    assert judge.compared(judge.outcome(one, here), judge.outcome(other, here)).kind == kind
+
+
+def test_a_crash_and_a_hang_end_one_program():
+    texts = {
+        "CRASH": "import os\ndef program(place, keep): os._exit(3)",
+        "HANG": "import time\ndef program(place, keep): time.sleep(100)",
+        "equal": "def program(place, keep): keep('n', 1)",
+    }
+    with callers.Callers("identity", limit=1.0) as judging:
+        for kind, text in texts.items():
+            assert judging.judge(("text", text)).kind == kind
+
+
+def test_a_failing_program_shrinks():
+    seed = next(n for n in range(1000) if "experts" in kinds(drawn_programs.recipe(n)))
+    least = drawn_programs.shrunk(drawn_programs.recipe(seed), lambda made: "experts" in kinds(made))
+    assert kinds(least) == ["experts"] and not least.features and not least.placement and least.steps == 1
+
+
+def kinds(made: drawn_programs.Recipe) -> list[str]:
+    return [kind for _, kind, _ in made.blocks]
+
+
+def test_a_printed_program_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "script.py").write_text(drawn_programs.source(drawn_programs.recipe(1)))
+    runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
+    assert "optimizer: " in capsys.readouterr().out
