@@ -24,12 +24,18 @@ class Fragment:
 
 def steps(recorded: Recorded) -> list[Recorded]:
     """What was recorded, step by step. A step begins with the first forward after an optimizer's step; where no optimizer ran,
-    with the first one after a backward."""
+    with the first one after a backward. What comes last, and ran in no module, only looks at results: it goes to the step before."""
     events = recorded.events
     last = STEP if any(event.phase == STEP for event in events) else BACKWARD
     begins = [at for at, _ in _runs(events) if at == 0 or events[at].phase == FORWARD and events[at - 1].phase == last]
+    if len(begins) > 1 and all(event.phase == FORWARD and not _path(event) for event in events[begins[-1] :]):
+        begins.pop()
     ends = [*begins[1:], len(events)]
     return [dataclasses.replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]
+
+
+def _path(event: Event) -> str:
+    return event.path if isinstance(event, Operation) else ""
 
 
 def fragments(recorded: Recorded) -> list[Fragment]:

@@ -138,7 +138,10 @@ class Recorder:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._called.setdefault(self._storage(parameter.grad), self._called.get(self._storage(parameter), ""))
+                    storage = self._storage(parameter.grad)
+                    self._called.setdefault(storage, self._called.get(self._storage(parameter), ""))
+                    if storage not in self._made:
+                        self._kinds[storage] = GRADIENT
 
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == self._thread:

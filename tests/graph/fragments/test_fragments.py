@@ -33,8 +33,8 @@ def streams(draw: Any) -> Recorded:
     at: dict[str, list[int]] = {place: [number] for number, place in enumerate(PLACES, 1)}
     events: list[Event] = []
     fresh = 10
-    for phase in draw(st.lists(st.sampled_from([FORWARD, BACKWARD, STEP]), min_size=1, max_size=5)):
-        for _ in range(draw(st.integers(1, 6))):
+    for phase in draw(st.lists(st.sampled_from([FORWARD, BACKWARD, STEP]), min_size=1, max_size=4)):
+        for _ in range(draw(st.integers(1, 4))):
             place = draw(st.sampled_from(PLACES))
             operands = draw(st.lists(st.sampled_from(at[place]), min_size=1, max_size=3))
             if draw(st.booleans()):
@@ -159,7 +159,7 @@ def with_names(recorded: Recorded, names: dict[int, int]) -> Recorded:
 def training_step(base: int, size: int = 4) -> tuple[Event, ...]:
     """A parameter (1) at w1, an input (2) here, which is sent; the parameter is written in the step."""
     x = Move("here", "w1", tensor(2, size), base, 4 * size, FORWARD, "x")
-    y = Operation("w1", "aten::mv", (tensor(1), tensor(base, size)), (), (tensor(base + 1, size),), FORWARD)
+    y = Operation("w1", "aten::mv", (tensor(1), tensor(base, size)), (), (tensor(base + 1, size),), FORWARD, "layer")
     home = Move("w1", "here", tensor(base + 1, size), base + 2, 4 * size, FORWARD)
     grad = ran("w1", [base + 1, base], [base + 3], BACKWARD, name="mv_backward")
     return x, y, home, grad, ran("w1", [1, base + 3], [], STEP, (0,), "add_")
@@ -176,6 +176,8 @@ def test_steps_are_cut_behind_the_optimizer():
     assert [len(step.events) for step in steps(Recorded("here", two))] == [4, 4]  # no optimizer: behind the backward
     micro = (*training_step(10)[:4], *training_step(20))
     assert [len(step.events) for step in steps(Recorded("here", micro))] == [9]
+    looked = (*training_step(10), *training_step(20), ran("w1", [21], [29]))
+    assert [len(step.events) for step in steps(Recorded("here", looked))] == [5, 6]
     assert steps(Recorded("here", ())) == [] == fragments(Recorded("here", ()))
 
 
