@@ -78,15 +78,16 @@ def _fragment(events: tuple[Event, ...]) -> Fragment:
 # -- what is the same in every step
 
 
-def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[Move]]:
-    """The copies of a step by what they are: source, target, kind, name and maker. Copies of one key are told apart by order."""
+def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[tuple[int, Move]]]:
+    """The copies of a step, each with the number of its event, by what they are: source, target, kind, name and maker. Copies
+    of one key are told apart by order."""
     flow = Flow(recorded)
-    found: dict[tuple[str, ...], list[Move]] = {}
-    for _, move, _ in flow.moved:
+    found: dict[tuple[str, ...], list[tuple[int, Move]]] = {}
+    for number, move, _ in flow.moved:
         maker = flow.allocator(move.operand.storage)
         made_by = str(maker) if isinstance(maker, Operation) else move.maker
         key = move.source, move.target, flow.kind(move.operand.storage), move.name, made_by
-        found.setdefault(key, []).append(move)
+        found.setdefault(key, []).append((number, move))
     return found
 
 
@@ -98,7 +99,7 @@ def varying(recorded: Sequence[Recorded]) -> set[tuple[tuple[str, ...], int]]:
     for key in dict.fromkeys(key for each in every for key in each):
         columns = [each.get(key, []) for each in every]
         for at in range(max(map(len, columns))):
-            shapes = {_shape(column[at]) if at < len(column) else None for column in columns}
+            shapes = {_shape(column[at][1]) if at < len(column) else None for column in columns}
             if len(shapes) > 1:
                 found.add((key, at))
     return found
