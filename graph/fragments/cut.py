@@ -1,4 +1,4 @@
-"""Steps and fragments of what was recorded, with relative names: so that what is done again is equal to what was done before."""
+"""Steps and fragments of what was recorded, with relative names: what is done again is equal to what was done before."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Fragment:
 
 def steps(recorded: Recorded) -> list[Recorded]:
     """What was recorded, step by step. A step begins with the first forward after an optimizer's step; where no optimizer ran,
-    with the first one after a backward. What comes last, and ran in no module, only looks at results: it goes to the step before."""
+    with the first one after a backward. A forward at the end that ran in no module looks at results: it belongs to the step
+    before."""
     events = recorded.events
     last = STEP if any(event.phase == STEP for event in events) else BACKWARD
-    begins = [at for at, _ in _runs(events) if at == 0 or events[at].phase == FORWARD and events[at - 1].phase == last]
+    begins = [at for at, _ in _runs(events) if at == 0 or (events[at].phase == FORWARD and events[at - 1].phase == last)]
     if len(begins) > 1 and all(event.phase == FORWARD and not _path(event) for event in events[begins[-1] :]):
         begins.pop()
     ends = [*begins[1:], len(events)]

@@ -85,7 +85,9 @@ def _overload(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
     except AttributeError:
-        raise NotSupported(f"this worker has no operator {name}", hint="import what registers it in the worker's program") from None
+        raise NotSupported(
+            f"this worker has no operator {name}", hint="import what registers it in the worker's program"
+        ) from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -255,11 +257,17 @@ class Runner:
         words, at = self._batch, self._at
         try:
             awaited = bool(words) and words[at] & 255 == ring.LAND
-            now = f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}" if words else f"waits for {self.channel.peer} to post"
+            now = (
+                f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}"
+                if words
+                else f"waits for {self.channel.peer} to post"
+            )
         except (IndexError, KeyError):
             now = "between two operations"
         state = "has ended" if self.stopped else now if self.void is None else "stands still until its error is asked for"
-        return f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        return (
+            f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        )
 
     def _tell(self) -> None:
         if self._told != self.ring.read:
@@ -349,7 +357,9 @@ class Runner:
                 wanted, offset, named = told
                 if each.shape != wanted.shape or each.dtype is not wanted.dtype or each.layout is not wanted.layout:
                     raise _changed(signature, each, wanted)
-                if wanted.layout is torch.strided and (each.stride() != wanted.strides or named and each.storage_offset() != offset):
+                if wanted.layout is torch.strided and (
+                    each.stride() != wanted.strides or (named and each.storage_offset() != offset)
+                ):
                     raise _changed(signature, each, wanted)
                 if named:
                     self.values[name] = each
@@ -596,7 +606,9 @@ def write_strided(
     if not tensor.numel():
         return
     if 0 in tensor.stride():  # elements that are one are written once
-        tensor = tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride())
+        tensor = tensor.as_strided(
+            [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride()
+        )
     if mapped is None:
         mapped, offset = channel.map(remote), 0
     if mapped is not None:

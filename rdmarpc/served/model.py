@@ -14,8 +14,8 @@ from torch import nn
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph.servers.bundle import ALWAYS, TRACED
 from ..graph.plan.place import Edge
+from ..graph.servers.bundle import ALWAYS, TRACED
 from ..graph.show.describe import Transfers, describe
 from ..graph.show.records import Crossing
 from ..transport import NotSupported, timeouts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from hypothesis import given
@@ -19,7 +20,9 @@ def tensor(storage: int, *shape: int, offset: int = 0) -> Operand:
     return Operand(storage, shape or (4,), (1,) * len(shape or (4,)), "float32", offset)
 
 
-def ran(place: str, reads: list[int], makes: list[int], phase: str = FORWARD, writes: tuple[int, ...] = (), name: str = "f") -> Operation:
+def ran(
+    place: str, reads: list[int], makes: list[int], phase: str = FORWARD, writes: tuple[int, ...] = (), name: str = "f"
+) -> Operation:
     return Operation(place, f"aten::{name}", tuple(map(tensor, reads)), writes, tuple(map(tensor, makes)), phase)
 
 
@@ -131,7 +134,7 @@ def test_fragments_have_relative_names(recorded: Recorded, random: Any):
     found, again = fragments(recorded), fragments(renamed)
     assert [fragment.form for fragment in found] == [fragment.form for fragment in again]
     assert sum(len(fragment.form) for fragment in found) == len(recorded.events)
-    assert all(left.phase != right.phase for left, right in zip(found, found[1:]))
+    assert all(left.phase != right.phase for left, right in itertools.pairwise(found))
     events = iter(recorded.events)
     for fragment in found:
         outside: set[int] = set()
@@ -185,6 +188,9 @@ def test_what_varies():
     same = [Recorded("here", training_step(base)) for base in (10, 20)]
     assert varying(same) == set() and not repeats(Recorded("here", (*training_step(10), *training_step(20, 5))))
     other = [*same, Recorded("here", training_step(30, 5))]
-    assert {(source, target, name) for (source, target, _, name, _), _ in varying(other)} == {("here", "w1", "x"), ("w1", "here", "")}
+    assert {(source, target, name) for (source, target, _, name, _), _ in varying(other)} == {
+        ("here", "w1", "x"),
+        ("w1", "here", ""),
+    }
     without = [*same, Recorded("here", training_step(30)[:2])]
     assert [key[:2] for key, _ in varying(without)] == [("w1", "here")]

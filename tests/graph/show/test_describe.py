@@ -32,7 +32,9 @@ def fan(rows: int = 5) -> Recorded:
     nbytes = 4 * rows * 8
     events: list[Event] = [
         Move("me", "w1", over(-1, rows, 6), 1, 4 * rows * 6, FORWARD, "x"),
-        Operation("w1", "aten::addmm", (over(2, 8), over(1, rows, 6), over(3, 6, 8)), (), (over(4, rows, 8),), FORWARD, "stem.0"),
+        Operation(
+            "w1", "aten::addmm", (over(2, 8), over(1, rows, 6), over(3, 6, 8)), (), (over(4, rows, 8),), FORWARD, "stem.0"
+        ),
         Operation("w1", "aten::relu_", (over(4, rows, 8),), (0,), (), FORWARD, "stem.1"),
     ]
     for number, worker in enumerate(("w2", "w3", "w4")):
@@ -42,7 +44,7 @@ def fan(rows: int = 5) -> Recorded:
     events += [
         Operation("w3", "aten::mul.Tensor", (over(21, rows, 8),), (), (over(30, rows, 8),), BACKWARD, "b"),
         Move("w3", "w1", over(30, rows, 8), 31, nbytes, BACKWARD, "stem"),
-        Operation("w1", "aten::threshold_backward", (over(31, rows, 8), over(4, rows, 8)), (), (over(32, rows, 8),), BACKWARD, "stem.1"),
+        Operation("w1", "aten::tanh_backward", (over(31, rows, 8),), (), (over(32, rows, 8),), BACKWARD, "stem.1"),
         Move("me", "w1", over(-1, rows, 6), 33, 4 * rows * 6, BACKWARD, "x"),
     ]  # fmt: skip
     sizes = {1: 120, 4: nbytes, 31: nbytes, 32: nbytes, 33: 120}
@@ -59,7 +61,7 @@ def test_one_tensor_for_three_workers():
         "activation stem w1>w2 float32[5, 8] 160 in stem.0: addmm for a: mul again 0",
         "activation stem w1>w3 float32[5, 8] 160 in stem.0: addmm for b: mul again 0",
         "activation stem w1>w4 float32[5, 8] 160 in stem.0: addmm for a: mul again 0",
-        "gradient stem w3>w1 float32[5, 8] 160 in backward of b: mul for backward of stem.1: threshold_backward again 0",
+        "gradient stem w3>w1 float32[5, 8] 160 in backward of b: mul for backward of stem.1: tanh_backward again 0",
         "input x me>w1 float32[5, 6] 120 in input for  again 1",
     ]
     assert [c.target for c in found.writes(found.crossings[1])] == ["w2", "w3", "w4"]

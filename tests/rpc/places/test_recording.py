@@ -270,7 +270,7 @@ def explained() -> tuple[str, str, str]:
         running, waiting = (rpc.rpc_sync(f"worker{rank}", _streams) for rank in (1, 2))
         caller = rpc.explain()
         d.sum().item()
-        if "at mm" in running and "waits for a copy from worker1" in waiting or time.monotonic() > limit:
+        if ("at mm" in running and "waits for a copy from worker1" in waiting) or time.monotonic() > limit:
             return running, waiting, caller
 
 
@@ -319,4 +319,3 @@ def test_a_timeline_has_the_streams(group: StandingGroup, tmp_path: Path):
     assert spans.index("addmm") < spans.index("a copy to worker2") < spans.index("threshold_backward")
     caller = json.loads((tmp_path / "worker0.json").read_text())["traceEvents"]
     assert [event["name"] for event in caller if event["name"].startswith("wait for worker")] == ["wait for worker2"]
-
