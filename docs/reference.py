@@ -31,7 +31,7 @@ SHOWN = {
     "rdmarpc.timeline": ["record"],
 }
 """Public names of modules without ``__all__``."""
-OPENED = {"rdmarpc": {"WrappedModel": ["wrap"], "ServedModel": ["serve"], "Prepared": ["wrap", "prepare"]}}
+OPENED = {"rdmarpc": {"WrappedModel": ["wrap"], "ServedModel": ["serve"]}}
 """Classes that nobody imports, each with the function, or the method of what a function returns, that returns it."""
 NOT_MADE = ["Expectation", "Poller", "Region", "Work"]
 """Classes whose constructors are not for users."""

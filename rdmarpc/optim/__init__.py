@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..calls import agent as _agent
 from ..gradients.context import current
-from ..graph.work.remote_update import hyperparameters
+from ..graph.servers.updates import hyperparameters
 from ..references.handle import RRef, ask, fork_of
 from ..transport import NotSupported
 from . import local as local_optimizer

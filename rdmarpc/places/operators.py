@@ -24,6 +24,8 @@ _VALUE_SIZED = (
     "aten::_to_dense",
 )
 """Operators whose results have sizes, or a memory order, that depend on values, though no tag says so."""
+_READ_HERE = {"aten::_pack_padded_sequence": 1}
+"""Results whose values torch reads through their address, whatever they are results of: they are brought here."""
 _FILLS = ("bernoulli_.float", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 """Random operators in place that do not read what they write."""
 _CHANCE = {
@@ -47,6 +49,7 @@ _NO_DATA = (aten._unsafe_view.default,)
 _NOT_KEPT = (aten.as_strided.default, aten.view.dtype)
 """Views whose offset is not that of their operand plus a constant."""
 REFUSED = {
+    "aten::set_.source_Tensor": "memory here and at a worker cannot be exchanged",
     "aten::set_.source_Storage": "a tensor's storage cannot be replaced by a plain one",
     "aten::set_.source_Storage_storage_offset": "a tensor's storage cannot be replaced by a plain one",
     "aten::resize_": "a tensor that lies at a worker is not resized in place",
@@ -84,6 +87,7 @@ class Operator:
         "numbers",
         "plain",
         "random",
+        "read_here",
         "refused",
         "returned",
         "value",
@@ -129,7 +133,8 @@ class Operator:
         """For each argument whether its number travels as a word: results depend on it by nothing but value."""
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
-        special = self.refused or self.composite or self.view or self.geometry or self.foreach or self.random
+        self.read_here = _READ_HERE.get(base)
+        special = self.read_here or self.refused or self.composite or self.view or self.geometry or self.foreach or self.random
         self.plain = not special and func is not aten._to_copy.default
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)

@@ -130,6 +130,9 @@ class RemoteTensor(torch.Tensor):
         made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # as ``nn.Parameter`` does: neither gradient nor attributes
+            return made
         kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
         made.__dict__.update(copy.deepcopy(kept, memo))
         if self.grad is not None:
@@ -157,7 +160,7 @@ class RemoteTensor(torch.Tensor):
         value = at_place(value.detach(), self._handle.stream) if type(value) is not RemoteTensor else value
         assert type(value) is RemoteTensor
         anchor = self._handle.anchor
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        _data.__set__(self, value)
         self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
 
@@ -434,7 +437,10 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _draw(op, args, kwargs)
     if op.func is aten._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type != "cpu":
         return _to(args[0], kwargs["device"], kwargs)
-    return post_here(op, args, kwargs)
+    found = post_here(op, args, kwargs)
+    if op.read_here is None:
+        return found
+    return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -826,3 +832,17 @@ def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], 
     """An uninitialised tensor at a worker."""
     op = operator(aten.empty_strided.default)
     return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
+
+
+_data: Any = torch.Tensor.data
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if type(value) is RemoteTensor and type(tensor) is not RemoteTensor:
+        value = at_place(value.detach(), None).clone()
+    _data.__set__(tensor, value)
+
+
+# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the two
+# go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
+torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment, method-assign]

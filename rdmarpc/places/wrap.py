@@ -51,6 +51,9 @@ def wrap(
         raise ValueError(f'outputs={outputs!r} is not known; use "there" or "here"')
     if isinstance(net, torch.jit.ScriptModule):
         raise NotSupported("a scripted module keeps its parameters where Python cannot move them")
+    for name, parameter in net.named_parameters():
+        if hasattr(type(parameter), "_watch"):  # a ``served.parameter.ServedParameter``
+            raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     if not isinstance(net, WrappedModel):
