@@ -263,7 +263,8 @@ class Recorder:
 
     def _maker(self, tensor: torch.Tensor) -> str:
         """In words, the operation that made a plain tensor, as far as autograd knows."""
-        node, backward = tensor.grad_fn, _node()
+        base = tensor if tensor._base is None else tensor._base
+        node, backward = base.grad_fn, _node()
         if node is None:
             made_here = backward is not None and self._kinds[self._storage(tensor)] == GRADIENT
             return "a backward here" if made_here else ""
