@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported

@@ -206,7 +206,7 @@ class Runner:
                 if not reader.wait():
                     self.channel.check()
                     continue
-            self._start = reader.read
+            self._start, self._at = reader.read, 0
             self._batch = words = reader.take()
             line = None if observing.line is None else self._track(observing.line)
             at, end = 0, len(words)
