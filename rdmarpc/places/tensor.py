@@ -121,7 +121,11 @@ class RemoteTensor(torch.Tensor):
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
         made = self.data
-        made = torch.nn.Parameter(made, self.requires_grad) if getattr(self, "_is_param", False) else made.requires_grad_(self.requires_grad)
+        made = (
+            torch.nn.Parameter(made, self.requires_grad)
+            if getattr(self, "_is_param", False)
+            else made.requires_grad_(self.requires_grad)
+        )
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
         return made
 

@@ -349,7 +349,11 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position)))
+            raise _Voided(
+                found
+                or self.void
+                or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position))
+            )
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:
@@ -549,7 +553,9 @@ def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]
     for (_, tensor), shape in zip(operands, before):
         if tensor.layout is torch.strided and geometry(tensor) != shape:
             tensor.as_strided_(shape.shape, shape.strides)
-            raise NotSupported("a tensor that lies at a worker is not resized in place", hint="give out= one of the result's shape")
+            raise NotSupported(
+                "a tensor that lies at a worker is not resized in place", hint="give out= one of the result's shape"
+            )
 
 
 class Derived(RdmaError):
