@@ -38,6 +38,7 @@ _HOMES = {
     "places.balance": ("auto_placement",),
     "places.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "places.devices": ("device",),
+    "places.recording": ("recording",),
     "places.tensor": ("RemoteTensor",),
     "places.wrap": ("wrap",),
     "references.handle": ("RRef",),
@@ -57,7 +58,15 @@ _HOMES = {
     **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ()),
 }
 """Modules, and the names that are theirs. A module is a name itself."""
-_LATE = ("served.model", "places.balance", "places.checkpoint", "places.devices", "places.tensor", "places.wrap")
+_LATE = (
+    "served.model",
+    "places.balance",
+    "places.checkpoint",
+    "places.devices",
+    "places.recording",
+    "places.tensor",
+    "places.wrap",
+)
 """A program that only calls need not wait for what wraps and serves models."""
 
 if TYPE_CHECKING:
@@ -84,6 +93,7 @@ if TYPE_CHECKING:
     from .places.balance import auto_placement
     from .places.checkpoint import load_checkpoint, save_checkpoint
     from .places.devices import device
+    from .places.recording import recording
     from .places.tensor import RemoteTensor
     from .places.wrap import wrap
     from .references.handle import RRef
@@ -142,6 +152,7 @@ __all__ = [
     "nn",
     "optim",
     "profiling",
+    "recording",
     "remote",
     "rpc_async",
     "rpc_sync",

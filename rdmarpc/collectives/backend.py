@@ -114,6 +114,10 @@ class ProcessGroup(Pairwise):
     def _start_coalescing(self, device: torch.device) -> None:
         self._collected.works = []
 
+    def collect_no_more(self) -> None:
+        """What this thread has begun to coalesce is dropped."""
+        self._collected.works = None
+
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._collected.works = self._collected.works, None
 

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .tensor import at_place, place_of
-from .wrap import WrappedModel, bring_home
+from .tensor import at_place, bring_home, place_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -174,5 +173,5 @@ def _swap(draft: Path, folder: Path) -> None:
 
 def _remember(state: dict[str, Any], folder: str) -> None:
     for value in state.values():
-        if isinstance(value, WrappedModel):
+        if "_placement" in getattr(value, "__dict__", ()):
             value._placement.saved = (state, folder)

@@ -6,6 +6,7 @@ is a ``RemoteTensor``, whose own device is "cpu", because PyTorch's kernels, aut
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -19,6 +20,31 @@ from .tensor import at_place, make_empty
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
+_RESIZING = (
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.range.default, aten.range.step, aten.linspace.default,
+    aten.logspace.default, aten.eye.default, aten.eye.m, aten.randperm.default, aten.tril_indices.default,
+    aten.triu_indices.default,
+)  # fmt: skip
+"""Factories that make an empty tensor and then resize it."""
+
+
+class _Module:
+    """``torch.remote``. Not available, so that nothing takes it for this process's accelerator."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
 
 
 def device(worker: Any, where: str | torch.device = "cpu") -> torch.device:
@@ -34,16 +60,18 @@ def _enter() -> None:
     global _library
     if _library is not None:
         return
-    backend_registration._setup_privateuseone_for_python_backend(DEVICE)
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE, _Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # a plain tensor's ``data`` cannot become one elsewhere
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("_to_copy", _to_copy, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")
     _library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    for factory in _RESIZING:
+        _library.impl(factory.name(), functools.partial(_brought, factory), "PrivateUse1")
 
 
 def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, memory_format: Any = None, **rest: Any) -> Any:
-    if dtype is not None and dtype is not tensor.dtype or memory_format not in (None, torch.preserve_format):
+    if (dtype is not None and dtype is not tensor.dtype) or memory_format not in (None, torch.preserve_format):
         tensor = aten._to_copy.default(tensor, dtype=dtype, memory_format=memory_format)
     return at_place(tensor, place_named(device))
 
@@ -55,6 +83,10 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: A
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
     return _made(size, stride, dtype or torch.get_default_dtype(), device)
+
+
+def _brought(factory: Any, *args: Any, device: Any = None, pin_memory: Any = None, **rest: Any) -> Any:
+    return at_place(factory(*args, **rest), place_named(device))
 
 
 def _made(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

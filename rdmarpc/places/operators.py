@@ -48,12 +48,11 @@ _NO_DATA = (aten._unsafe_view.default,)
 """Views in all but their schema."""
 _NOT_KEPT = (aten.as_strided.default, aten.view.dtype)
 """Views whose offset is not that of their operand plus a constant."""
+RESIZED = "a tensor that lies at a worker is not resized in place"
 REFUSED = {
-    "aten::set_.source_Tensor": "memory here and at a worker cannot be exchanged",
-    "aten::set_.source_Storage": "a tensor's storage cannot be replaced by a plain one",
-    "aten::set_.source_Storage_storage_offset": "a tensor's storage cannot be replaced by a plain one",
-    "aten::resize_": "a tensor that lies at a worker is not resized in place",
-    "aten::resize_as_": "a tensor that lies at a worker is not resized in place",
+    "aten::set_": "what a tensor at a worker lies over cannot be replaced (`.data =` does that)",
+    "aten::resize_": RESIZED,
+    "aten::resize_as_": RESIZED,
     "aten::_nested_tensor_from_tensor_list": "nested tensors cannot lie at a worker",
     "aten::quantize_per_tensor": "quantized tensors cannot lie at a worker",
     "aten::quantize_per_channel": "quantized tensors cannot lie at a worker",
@@ -76,16 +75,18 @@ class Operator:
         "composite",
         "dynamic",
         "fills",
-        "foreach",
         "first_written",
+        "foreach",
         "func",
         "geometry",
+        "in_python",
         "kept",
         "mutable",
         "name",
         "named_numbers",
         "numbers",
         "plain",
+        "raises_versions",
         "random",
         "read_here",
         "refused",
@@ -112,6 +113,9 @@ class Operator:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.composite = has_kernel(self.name, "CompositeImplicitAutograd") and not has_kernel(self.name, "CPU")
         """Made of others: it comes here as itself only where autograd is out of the way (inference mode)."""
+        own = self.name.replace("::", "/")
+        self.in_python = any(f"{own}/{key}" in torch.library._impls for key in ("CPU", "CompositeExplicitAutograd"))
+        """Registered from Python (``torch.library``): workers do not know it, and it is made of operators that they know."""
         aliased = any(r.alias_info is not None for r in returns)
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
         self.kept = func not in _NOT_KEPT
@@ -121,20 +125,23 @@ class Operator:
         """For each result the written operand that it is."""
         self.foreach = bare.startswith("_foreach_") or bare.startswith("_fused_ad") or bare.startswith("_fused_sgd")
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
+        self.raises_versions = bare.startswith("_foreach_") and self.mutable
+        """Whether its kernel, not autograd, raises the version of what it writes."""
         kinds = {str(r.type) for r in returns}
         self.value = bool(kinds - {"Tensor", "List[Tensor]", "Optional[Tensor]"})
         self.dynamic = _TAGS.dynamic_output_shape in tags or _TAGS.data_dependent_output in tags or base in _VALUE_SIZED
         self.dynamic |= self.name in _VALUE_SIZED
         self.random = _TAGS.nondeterministic_seeded in tags
         self.chance = _CHANCE.get(self.name) or _CHANCE.get(base)
-        self.fills = self.random and (self.name[6:] in _FILLS or bare in _FILLS and bare != "bernoulli_")
+        self.fills = self.random and (self.name[6:] in _FILLS or (bare in _FILLS and bare != "bernoulli_"))
         pointwise = _TAGS.pointwise in tags or self.mutable
         self.numbers = tuple(pointwise and str(a.type) in _NUMBERS for a in arguments)
         """For each argument whether its number travels as a word: results depend on it by nothing but value."""
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
-        special = self.read_here or self.refused or self.composite or self.view or self.geometry or self.foreach or self.random
+        special = self.read_here or self.refused or self.in_python or self.composite
+        special = special or self.view or self.geometry or self.foreach or self.random
         self.plain = not special and func is not aten._to_copy.default
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)

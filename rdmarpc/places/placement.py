@@ -30,7 +30,7 @@ def resolve(
     for key, value in placement.items():
         names = [value] if isinstance(value, str) else list(value)
         places = [_place(key, name, workers, ranked) for name in names]
-        if len(set(places)) < len(places) or not isinstance(value, str) and len(places) < 2:
+        if len(set(places)) < len(places) or (not isinstance(value, str) and len(places) < 2):
             listed = ", ".join(map(repr, names)) or "no worker"
             raise ValueError(f"placement gives {key!r} replicas at {listed}: name two workers or more, each once")
         for path in _expand(net, key):

@@ -23,9 +23,7 @@ def running(key: str) -> Runner:
     return found
 
 
-def open_stream(
-    key: str, caller: str, device: str, reply: bytes, done: bytes, notify: int
-) -> tuple[bytes, int]:
+def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, notify: int) -> tuple[bytes, int]:
     """Begin to run a stream of worker ``caller`` on a device: its ring, and the number of the ring's notifications."""
     agent = _agent.current()
     where = torch.device(device)

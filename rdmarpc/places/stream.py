@@ -28,8 +28,8 @@ from ..ground.worker_info import WorkerInfo
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
-from .plain import dump, load_error, loads
-from .worker import REPLY_BYTES, Derived, Landing, raw
+from .plain import dump, encode, load_error, loads
+from .worker import ENDED, REPLY_BYTES, Derived, Landing, raw
 
 _log = logging.getLogger("rdmarpc")
 _LINES = 4096
@@ -250,7 +250,7 @@ class Stream:
         return "an operation that was posted long ago"
 
     def tell_state(self, state: tuple[Any, ...]) -> None:
-        self.post([ring.STATE, *ring.as_words(dump(state))])
+        self.post([ring.STATE, *ring.as_words(dump((*state[:-1], encode(state[-1]))))])
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
@@ -282,7 +282,11 @@ class Stream:
         begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
         while True:
             self._await_answer()
-            if _WORD.unpack_from(self._reply, 0)[0] == number:
+            answered = _WORD.unpack_from(self._reply, 0)[0]
+            if answered == ENDED:
+                self.closed, _ = load_error(loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))[1])
+                raise self.closed
+            if answered == number:
                 break  # an earlier one is that of a question whose wait was interrupted
         self._waits = False
         if observing.line is not None and begin:

@@ -30,8 +30,8 @@ from ..transport import NotSupported
 from . import observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
-from .operators import Operator, aten, known_operators, operator
-from .plain import encode
+from .operators import RESIZED, Operator, aten, known_operators, operator
+from .plain import decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
 from .worker import flags
 
@@ -39,6 +39,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
 _BELOW = torch._C._ExcludeDispatchKeyGuard
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED = 1 << 18
@@ -117,6 +118,17 @@ class RemoteTensor(torch.Tensor):
             return self.__deepcopy__({})
         return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
+    def __copy__(self) -> Any:
+        """Another tensor over the same memory."""
+        made = self.data
+        made = (
+            torch.nn.Parameter(made, self.requires_grad)
+            if getattr(self, "_is_param", False)
+            else made.requires_grad_(self.requires_grad)
+        )
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
@@ -172,7 +184,9 @@ class RemoteTensor(torch.Tensor):
         raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
 
     def __dlpack__(self, **options: Any) -> Any:
-        raise NotSupported("a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home")
+        raise NotSupported(
+            "a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home"
+        )
 
     def share_memory_(self) -> Any:
         raise NotSupported("a tensor that lies at a worker is not shared with processes here", hint=".cpu() brings a copy home")
@@ -232,7 +246,7 @@ def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
     if found is None:
         handle = tensor._handle
         strided = tensor._meta.geometry.layout is _STRIDED
-        whole = tensor._at == -1 and (not strided or tensor._offset == 0 and _dense(tensor))
+        whole = tensor._at == -1 and (not strided or (tensor._offset == 0 and _dense(tensor)))
         bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
         source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
         copied = post(handle.stream, operator(aten.clone.default), (source,), {})
@@ -265,8 +279,10 @@ def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
 def _unusual(storage: Storage, meta: Meta, offset: int) -> Any:
     """One that is sparse, conjugated or negated."""
     shape, strides, dtype, layout, conj, neg = meta.geometry
-    if layout is not _STRIDED:
+    if layout is torch.sparse_coo:
         return _make(RemoteTensor, shape, strides=(1,) * len(shape), dtype=dtype, layout=layout, device=_CPU)
+    if layout is not _STRIDED:
+        raise _no_layout(layout)  # autograd ends the process for want of such a wrapper's layout
     made = _make(RemoteTensor, shape, strides, storage_offset=offset, dtype=dtype, device=_CPU, storage_size=storage.nbytes)
     with _BELOW(_PYTHON):
         made = aten._conj.default(made) if conj else made
@@ -335,13 +351,11 @@ def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor])
             layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
         )  # fmt: skip
         return found
-    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    if rows or tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
-        parts = [move(getattr(aten, name).default(tensor)) for name in (*names, "values")]
-        make = getattr(aten, f"_{str(tensor.layout)[6:]}_tensor_unsafe").default
-        return make(*parts, list(tensor.shape), dtype=tensor.dtype, layout=tensor.layout, device=_CPU)
-    raise NotSupported(f"tensors of layout {tensor.layout} cannot lie at a worker")
+    raise _no_layout(tensor.layout)
+
+
+def _no_layout(layout: torch.layout) -> NotSupported:
+    return NotSupported(f"tensors of layout {layout} cannot lie at a worker", hint="those of torch.sparse_coo can")
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
@@ -350,6 +364,11 @@ def _check_kind(tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+
+
+def bring_home(value: Any) -> Any:
+    """A value of lists, tuples and dictionaries, with its remote tensors copied here."""
+    return tree_map_only(RemoteTensor, lambda tensor: tensor.cpu(), value)
 
 
 # -- where an operation runs
@@ -427,6 +446,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = op.func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
+    if op.in_python:
+        return op.func.redispatch(_KERNELS, *args, **kwargs)
     if op.view and args[0]._meta.strided:
         return view(op, args, kwargs)
     if op.geometry:
@@ -497,7 +518,7 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
     if len(given) == 1:
         return given[0]
-    return tuple(each if own is None else own for each, own in zip(out, given))
+    return tuple(given) if out is None else tuple(each if own is None else own for each, own in zip(out, given))
 
 
 def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -657,12 +678,14 @@ def _ask(
             results.append(None)
             values.append(None)
         elif told[0] == "v":
-            return told[1] if single else [each[1] for each in described]
+            return decode(told[1]) if single else [decode(each[1]) for each in described]
         else:
             _, plain, offset, name, nbytes = told
             meta = meta_of(Geometry.of_plain(plain))
             if name in operands:
                 operand = tensors[operands[name]]
+                if op.mutable and op.returned[index] is not None and meta is not operand._meta:
+                    raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
                 results.append(("operand", operands[name], meta, offset - operand._offset))
                 values.append(wrapper(operand._handle, meta, offset, offset))
             elif name in made:
@@ -672,7 +695,8 @@ def _ask(
                 made[name] = index
                 results.append(("new", nbytes, meta, offset))
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
-    if not (op.dynamic and op.sized_by_values(args)):
+    sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
+    if not sparse and not (op.dynamic and op.sized_by_values(args)):
         known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
@@ -787,8 +811,12 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = _tensors((args, kwargs))
     if any(place_of(each) is not place for each in tensors):
-        return _mixed(op, args, kwargs, tensors)
-    return _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+        out = _mixed(op, args, kwargs, tensors)
+    else:
+        out = _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+    if op.raises_versions and place is not None:
+        torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+    return out
 
 
 def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -819,11 +847,13 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> Any:
+    if device.type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kwargs.get("dtype") or tensor.dtype, device=device)
     moved = at_place(tensor, place_named(device))
     moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
     rest = {name: value for name, value in kwargs.items() if name != "device"}
     wanted = kwargs.get("dtype")
-    if wanted is not None and wanted is not tensor.dtype or kwargs.get("memory_format") is not None:
+    if (wanted is not None and wanted is not tensor.dtype) or kwargs.get("memory_format") is not None:
         return aten._to_copy.default(moved, **rest)
     return moved
 

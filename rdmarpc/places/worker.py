@@ -26,6 +26,7 @@ same. The next answer is the error; RESET, which the caller posts to all its str
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 import threading
@@ -38,7 +39,7 @@ import torch
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
-from .plain import decode, dump_error, load
+from .plain import decode, dump_error, encode, load
 
 REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
@@ -53,6 +54,10 @@ _SHOWN = {
     ring.FETCH: "a copy to the caller",
 }
 """Messages that a timeline has, and what they are in words."""
+
+
+ENDED = -1
+"""In the place of a question's number: the stream has ended, and nothing will be answered any more."""
 
 
 class Void:
@@ -85,7 +90,9 @@ def _overload(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
     except AttributeError:
-        raise NotSupported(f"this worker has no operator {name}", hint="import what registers it in the worker's program") from None
+        raise NotSupported(
+            f"this worker has no operator {name}", hint="import what registers it in the worker's program"
+        ) from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -181,8 +188,9 @@ class Runner:
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(True):
                 self._loop()
-        except RdmaError:
-            pass  # the caller has gone, or we leave
+        except RdmaError as error:  # the caller has gone, or we leave, or nothing more can be read
+            with contextlib.suppress(RdmaError):
+                self._answer(ENDED, ("error", dump_error(error, self._position)))
         finally:
             self.stopped = True
             self.values.clear()
@@ -198,7 +206,7 @@ class Runner:
                 if not reader.wait():
                     self.channel.check()
                     continue
-            self._start = reader.read
+            self._start, self._at = reader.read, 0
             self._batch = words = reader.take()
             line = None if observing.line is None else self._track(observing.line)
             at, end = 0, len(words)
@@ -255,11 +263,17 @@ class Runner:
         words, at = self._batch, self._at
         try:
             awaited = bool(words) and words[at] & 255 == ring.LAND
-            now = f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}" if words else f"waits for {self.channel.peer} to post"
+            now = (
+                f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}"
+                if words
+                else f"waits for {self.channel.peer} to post"
+            )
         except (IndexError, KeyError):
             now = "between two operations"
         state = "has ended" if self.stopped else now if self.void is None else "stands still until its error is asked for"
-        return f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        return (
+            f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        )
 
     def _tell(self) -> None:
         if self._told != self.ring.read:
@@ -335,7 +349,11 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor is gone"), self._position)))
+            raise _Voided(
+                found
+                or self.void
+                or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position))
+            )
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:
@@ -349,7 +367,9 @@ class Runner:
                 wanted, offset, named = told
                 if each.shape != wanted.shape or each.dtype is not wanted.dtype or each.layout is not wanted.layout:
                     raise _changed(signature, each, wanted)
-                if wanted.layout is torch.strided and (each.stride() != wanted.strides or named and each.storage_offset() != offset):
+                if wanted.layout is torch.strided and (
+                    each.stride() != wanted.strides or (named and each.storage_offset() != offset)
+                ):
                     raise _changed(signature, each, wanted)
                 if named:
                     self.values[name] = each
@@ -365,20 +385,25 @@ class Runner:
             return
         try:
             found = self.signatures[words[at + 1]]
+            operands = self._operands(found, words, at + 3)
+            before = [geometry(tensor) for _, tensor in operands]
             result = self._call(found, words, at + 3)
-            self._answer(question, ("ok", self._describe(found, words[at + 2], result, self._operands(found, words, at + 3))))
+            _same_sizes(operands, before)
+            self._answer(question, ("ok", self._describe(found, words[at + 2], result, operands)))
         except _Voided as error:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
             self._answer(question, ("error", dump_error(error, self._position)))
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
-        """(name, tensor) of all operands."""
+        """(name, tensor as it was made) of all operands that are not void."""
         found: list[tuple[int, torch.Tensor]] = []
 
         def walk(kind: str, value: Any, at: int) -> int:
             if kind == "w":
-                found.append((words[at], self.values[words[at]]))
+                tensor = self.values.get(words[at])
+                if isinstance(tensor, torch.Tensor):
+                    found.append((words[at], tensor))
                 return at + 2
             if kind == "l":
                 for each in value:
@@ -400,7 +425,7 @@ class Runner:
         signature.expected = []
         for each in (result,) if single else result:
             if not isinstance(each, torch.Tensor):
-                found.append(("n",) if each is None else ("v", each))
+                found.append(("n",) if each is None else ("v", encode(each)))
                 signature.expected.append(None)
                 name += 1
                 continue
@@ -450,12 +475,9 @@ class Runner:
         geometry = self.metas[meta]
         blob = struct.pack(f"<{-(-nbytes // 8)}q", *words[at + 4 : at + 4 + -(-nbytes // 8)])[:nbytes]
         flat = torch.empty(room(geometry, shift)[0] + 64, dtype=torch.uint8)
-        start = (shift - flat.data_ptr()) % 64
-        flat[start : start + nbytes] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if nbytes else flat[:0]
-        if start % geometry.dtype.itemsize:
-            flat, start = flat[start:].clone(), 0
-        tensor = torch.empty(0, dtype=geometry.dtype)
-        tensor.set_(flat.untyped_storage(), start // geometry.dtype.itemsize, geometry.shape, geometry.strides)
+        buffer, start = memoryview(flat.numpy()), (shift - flat.data_ptr()) % 64
+        buffer[start : start + nbytes] = blob
+        tensor = over(buffer, start, geometry)  # its storage begins there: views count from it
         self.values[name] = self._placed(dressed(tensor, geometry))
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -524,6 +546,16 @@ class Runner:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
             self._answer(question, ("error", dump_error(error, self._position)))
+
+
+def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]) -> None:
+    """``NotSupported`` if an operator has resized what it was given (``out=``): the caller's tensors would not see that."""
+    for (_, tensor), shape in zip(operands, before):
+        if tensor.layout is torch.strided and geometry(tensor) != shape:
+            tensor.as_strided_(shape.shape, shape.strides)
+            raise NotSupported(
+                "a tensor that lies at a worker is not resized in place", hint="give out= one of the result's shape"
+            )
 
 
 class Derived(RdmaError):
@@ -596,7 +628,9 @@ def write_strided(
     if not tensor.numel():
         return
     if 0 in tensor.stride():  # elements that are one are written once
-        tensor = tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride())
+        tensor = tensor.as_strided(
+            [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride()
+        )
     if mapped is None:
         mapped, offset = channel.map(remote), 0
     if mapped is not None:
@@ -617,19 +651,21 @@ def write_strided(
 
 def flags() -> tuple[Any, ...]:
     """Flags of torch, and of this thread, that change what operators compute."""
-    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0)
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0, _dtype())
 
 
 def set_flags(told: tuple[Any, ...]) -> None:
     """Set them, in the thread that runs operations."""
-    deterministic, warns, mkldnn, precision, threads, flushes = told
+    deterministic, warns, mkldnn, precision, threads, flushes, dtype = told
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushes)
+    torch.set_default_dtype(decode(dtype))
 
 
 _deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
 _mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
+_dtype = torch.get_default_dtype
 _TINY, _ONE = 5e-324, 1.0

@@ -7,6 +7,7 @@ mapped.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -20,6 +21,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """The seals of shared memory: its size can never change again."""
 _SEAL_FUTURE_WRITE = 0x0010
 """From Linux 5.1 on: the memory can be written only through the mappings that exist already."""
+_MADV_REMOVE = 9
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:
@@ -68,3 +72,12 @@ def mapped(fd: int, nbytes: int, *, writable: bool = True) -> mmap.mmap:
     """Memory of a peer. ``PeerLost`` as ``check_sealed``, ``OSError`` if it cannot be mapped."""
     check_sealed(fd, nbytes)
     return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give the whole pages of a part of a shared mapping back to the system, for all processes that map it. What they held is
+    lost; whoever touches them gets new ones. Where the kernel cannot, nothing happens."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        _madvise(start, length, _MADV_REMOVE)

@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from forks import forks
 
 from rdmarpc.places.geometry import bare, dressed, geometry
 from rdmarpc.places.stream import meta_of
-from rdmarpc.places.tensor import RemoteTensor, at_place, place_of, wrapper
+from rdmarpc.places.tensor import RemoteTensor, at_place, wrapper
 from rdmarpc.transport import NotSupported
 
 MODES = ("remote", "mixed")
@@ -51,6 +52,7 @@ def operators() -> dict[str, Any]:
     """All of the database, the foreach operators too, by name."""
     from torch.testing._internal import common_methods_invocations as database  # seconds, and workers need it not
 
+    database.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)  # it hides the random state
     lists = (getattr(database, f"foreach_{kind}_op_db") for kind in _FOREACH)
     return {op.formatted_name: op for op in itertools.chain(database.op_db, *lists)}
 
@@ -79,34 +81,34 @@ def samples(op: Any, dtype: torch.dtype, requires_grad: bool, count: int) -> lis
 
 def twins(value: Any, where: Callable[[], Any]) -> Any:
     """The operands once more, each at the place that ``where`` draws for its storage. What shared memory shares it again."""
-    storages: dict[int, tuple[Any, Any]] = {}
+    storages: dict[int, tuple[Any, Any, Any]] = {}
     made: dict[int, torch.Tensor] = {}
+    given = {id(each): each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.layout is torch.strided}
+    users = Counter(each.untyped_storage()._cdata for each in given.values())
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
         if id(tensor) not in made:
-            made[id(tensor)] = _twin(tensor.detach(), where, storages).requires_grad_(tensor.requires_grad)
+            made[id(tensor)] = new(tensor.detach()).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
+    def new(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return at_place(tensor.clone(), where())
+        shape, offset, storage = geometry(tensor), tensor.storage_offset(), tensor.untyped_storage()
+        if storage._cdata not in storages:
+            copy, place = storage.clone(), where()
+            whole = None if place is None else at_place(torch.empty(0, dtype=torch.uint8).set_(copy), place)
+            storages[storage._cdata] = copy, place, whole
+        copy, place, whole = storages[storage._cdata]
+        alone = users[storage._cdata] == 1 and shape.span * shape.dtype.itemsize == storage.nbytes()
+        if whole is not None and not alone:
+            return wrapper(whole._handle, meta_of(shape), offset, offset)
+        plain = torch.empty(0, dtype=tensor.dtype).set_(copy, offset, shape.shape, shape.strides)
+        return at_place(dressed(plain, shape), place)
+
     return tree_map_only(torch.Tensor, twin, value)
-
-
-def _twin(tensor: torch.Tensor, where: Callable[[], Any], storages: dict[int, tuple[Any, Any]]) -> torch.Tensor:
-    if tensor.layout is not torch.strided:
-        place = where()
-        return at_place(tensor.clone(), place)
-    storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        storages[storage._cdata] = storage.clone(), where()
-    copy, place = storages[storage._cdata]
-    shape, offset = geometry(tensor), tensor.storage_offset()
-    plain = torch.empty(0, dtype=tensor.dtype).set_(copy, offset, shape.shape, shape.strides)
-    plain = dressed(plain, shape)
-    if place is None:
-        return plain
-    if shape.span * shape.dtype.itemsize == storage.nbytes() and offset == 0:
-        return at_place(plain, place)
-    whole = at_place(torch.empty(0, dtype=torch.uint8).set_(copy), place)
-    return wrapper(whole._handle, meta_of(shape), offset, offset)
 
 
 # -- one call, and all that may be seen of it
@@ -151,7 +153,9 @@ def seen(tensor: torch.Tensor, operands: list[torch.Tensor], values: bool) -> di
     return found
 
 
-def outcome(call: Callable[..., Any], args: Any, kwargs: Any, gradient: Callable[[Any], Any] | None, values: bool) -> dict[str, Any]:
+def outcome(
+    call: Callable[..., Any], args: Any, kwargs: Any, gradient: Callable[[Any], Any] | None, values: bool
+) -> dict[str, Any]:
     """All that may be seen of a call: results, gradients of ``gradient(results)``'s sum, operands, random state; or its error."""
     found: dict[str, Any] = {}
     operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -308,8 +312,8 @@ def _worker(rank: int, store: str, pipe: Any) -> None:
             function, args = job
             try:
                 pipe.send(("ok", function(*args)))
-            except Exception as error:
-                pipe.send(("error", f"{type(error).__name__}: {error}"))
+            except BaseException as error:
+                pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         places.close_streams()
     rpc.shutdown()
 
@@ -338,8 +342,7 @@ class Group:
         except (EOFError, OSError) as error:
             self.processes[0].join(5)
             raise ChildProcessError(str(error) or f"the caller died with {self.processes[0].exitcode}") from None
-        dead = [(process.join(2), process.exitcode)[1] for process in self.processes[1:] if kind == "error" and not process.is_alive()]
-        if dead := dead or [process.exitcode for process in self.processes[1:] if not process.is_alive()]:
+        if dead := [process.exitcode for process in self.processes[1:] if not process.is_alive()]:
             raise ChildProcessError(f"a worker died with {dead[0]}")
         if kind == "error":
             raise RuntimeError(value)
@@ -374,7 +377,7 @@ def run(jobs: list[tuple[str, torch.dtype, str]], count: int, said: Callable[[Ro
                 group = None
                 row = Row(name, str(dtype)[6:], mode, "crash", 0, str(error))
             except RuntimeError as error:
-                row = Row(name, str(dtype)[6:], mode, "error", 0, f"before its calls: {' '.join(str(error).split())}"[:300])
+                row = Row(name, str(dtype)[6:], mode, "error", 0, f"before its calls: {str(error).splitlines()[0]}"[:300])
             rows.append(row)
             said(row)
     finally:
@@ -387,7 +390,13 @@ def jobs_of(names: list[str], dtypes: list[torch.dtype], modes: list[str]) -> li
     """Every operator that has a dtype on the CPU. ``names``: these, or those that begin so with a ``*`` behind; none is all."""
     every = operators()
     chosen = [each for each in every if not names or any(_meant(each, name) for name in names)]
-    return [(each, dtype, mode) for each in chosen for dtype in dtypes if dtype in every[each].supported_dtypes("cpu") for mode in modes]
+    return [
+        (each, dtype, mode)
+        for each in chosen
+        for dtype in dtypes
+        if dtype in every[each].supported_dtypes("cpu")
+        for mode in modes
+    ]
 
 
 def _meant(operator: str, name: str) -> bool:

@@ -27,10 +27,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, operator(func)
-        if op.composite or op.geometry or op.refused:
+        if op.composite or op.in_python or op.geometry or op.refused:
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        form = (func, torch.is_grad_enabled(), _form(args, op.numbers), tuple((k, _form(v, {})) for k, v in kwargs.items()))
+        form = (func, torch.is_grad_enabled(), _form(args, op.numbers), tuple((k, _form(v, ())) for k, v in kwargs.items()))
         declared = {_memory(each) for each in op.operands_written(args, kwargs)}
         draws, sized = op.draws(args), op.dynamic and op.sized_by_values(args)
         before, state = [bits(each) for each in tensors], bytes(torch.get_rng_state().numpy())
@@ -55,7 +55,8 @@ def _memory(tensor: torch.Tensor) -> int:
 def _form(value: Any, numbers: Any) -> Any:
     """As posts see arguments (``tensor.post``)."""
     if isinstance(value, list | tuple):
-        return tuple(_form(each, {}) if i not in numbers or not _number(each) else type(each) for i, each in enumerate(value))
+        words = [*numbers, *[False] * len(value)]
+        return tuple(type(each) if word and _number(each) else _form(each, ()) for each, word in zip(value, words))
     if isinstance(value, torch.Tensor):
         return geometry(value)
     return type(value), repr(value)
@@ -84,7 +85,9 @@ def watch(names: list[str], dtypes: list[torch.dtype], count: int) -> Watch:
 
 def _both_values(function: Any, sample: Any, grad: bool, seen: Watch) -> None:
     for other in (False, True):
-        args, kwargs = tree_map_only(torch.Tensor, lambda each: _copy(each, other), ((sample.input, *sample.args), sample.kwargs))
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda each: _copy(each, other), ((sample.input, *sample.args), sample.kwargs)
+        )
         torch.manual_seed(3)
         try:
             with seen:

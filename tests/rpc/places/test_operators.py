@@ -1,0 +1,50 @@
+"""torch's operator database over remote tensors, in a quick form, and what the tables say of operators beside what they do.
+
+``python -m tests.rpc.places.operators`` runs all of it.
+"""
+
+from __future__ import annotations
+
+import operators
+import pytest
+import torch
+
+VIEWS = "t transpose permute view reshape expand narrow select unfold diagonal split chunk unbind squeeze unsqueeze real imag as_strided"
+IN_PLACE = (
+    "add mul div clamp nn_functional_relu copysign masked_fill index_add index_put scatter scatter_add fill zero_ lerp addcmul"
+)
+LISTS = "_foreach_add _foreach_mul _foreach_addcdiv _foreach_norm _foreach_sqrt _foreach_lerp _foreach_zero _foreach_max"
+INDEXED = "index_select gather take masked_select nonzero where sort topk unique argmax cumsum searchsorted cummax"
+PRODUCTS = "mm bmm matmul addmm linalg_cholesky linalg_qr linalg_solve linalg_svdvals linalg_norm einsum"
+SPARSE = "to_sparse sparse_mm_reduce"
+RANDOM = (
+    "rand_like randn bernoulli normal multinomial nn_functional_dropout nn_functional_alpha_dropout nn_functional_rrelu uniform"
+)
+NETS = (
+    "batch_norm layer_norm group_norm instance_norm cross_entropy nll_loss mse_loss ctc_loss conv1d conv2d conv_transpose2d "
+    "max_pool2d avg_pool2d adaptive_avg_pool2d embedding embedding_bag interpolate_bilinear softplus gelu silu mish "
+    "scaled_dot_product_attention multi_head_attention_forward linear pad_reflect unfold grid_sample"
+)
+OTHERS = "cat stack norm std_mean logsumexp softmax conj polar view_as_real fft_fft stft cdist histc"
+QUICK = [
+    *f"{VIEWS} {IN_PLACE} {LISTS} {INDEXED} {PRODUCTS} {SPARSE} {RANDOM} {OTHERS}".split(),
+    *(f"nn_functional_{name}" for name in NETS.split()),
+]
+REFUSED = {"sparse_mm_reduce": "sparse_csr"}
+"""Operators of ``QUICK`` that are refused, and by which name."""
+
+
+def named(names: list[str]) -> list[str]:
+    """Those of the database, of which some have variants: ``where`` and all that begin so."""
+    every = operators.operators()
+    return [each for name in names for each in every if each == name or (each.startswith(f"{name}_") and name not in every)]
+
+
+@pytest.mark.parametrize("mode", operators.MODES)
+def test_operators_are_those_of_one_process(mode: str) -> None:
+    names = named(QUICK)
+    assert len(names) > 80
+    rows = operators.run(operators.jobs_of(names, [torch.float32], [mode]), 2)
+    refused = {row.operator for row in rows if row.verdict == "refused" and REFUSED.get(row.operator, "?") in row.text}
+    wrong = [row for row in rows if row.verdict != "equal" and row.operator not in refused]
+    assert not wrong, "\n".join(map(str, wrong))

@@ -1,0 +1,809 @@
+"""``RemoteTensor`` as a type: what a program may do with a tensor that lies at a worker, beside the same program on plain ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import conftest
+import pytest
+import torch
+from operators import Group
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rdmarpc as rpc
+from rdmarpc import places
+from rdmarpc.places import RemoteTensor, at_place, place_of
+
+W1, W2 = "worker1", "worker2"
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    """A caller and two workers, for all tests of this file that break nothing."""
+    made = Group()
+    pids = {process.pid for process in made.processes}
+    conftest.lasting |= pids
+    yield made
+    made.close()
+    conftest.lasting -= pids
+
+
+@pytest.fixture
+def own() -> Iterator[Group]:
+    """A group for one test, which may end its processes."""
+    made = Group()
+    yield made
+    made.close()
+
+
+def there(tensor: torch.Tensor, worker: str = W1) -> torch.Tensor:
+    found = tensor.detach().to(places.device(worker))
+    assert type(found) is RemoteTensor and found.place == worker
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def home(tensor: torch.Tensor) -> torch.Tensor:
+    return at_place(tensor.detach(), None)
+
+
+def same(ours: Any, theirs: torch.Tensor) -> None:
+    assert type(ours) in (RemoteTensor, nn.Parameter), type(ours)
+    assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+    assert torch.equal(home(ours), theirs.detach()), (ours, theirs)
+
+
+def both(program: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
+    """A program that is given a way to move its tensors gives the same tensors with that as without."""
+
+    def run(move: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        return list(program(move))
+
+    ours, theirs = run(there), run(lambda tensor: tensor)
+    assert len(ours) == len(theirs)
+    for number, (a, b) in enumerate(zip(ours, theirs)):
+        assert (a is None) == (b is None), number
+        if isinstance(b, torch.Tensor):
+            assert type(a) is not torch.Tensor, f"{number} is here"
+            assert torch.equal(home(a), b.detach()) and a.dtype is b.dtype and a.shape == b.shape, (number, a, b)
+        else:
+            assert a == b, number
+
+
+def refused(call: Callable[[], Any], text: str = "") -> None:
+    with pytest.raises(rpc.NotSupported, match=text):
+        call()
+
+
+# -- made, moved, brought home
+
+
+def made() -> None:
+    device = places.device(W1)
+    for make in (
+        lambda **o: torch.zeros(3, 4, **o),
+        lambda **o: torch.ones(3, **o),
+        lambda **o: torch.full((2, 2), 7, **o),
+        lambda **o: torch.arange(10, **o),
+        lambda **o: torch.linspace(0, 1, 7, **o),
+        lambda **o: torch.eye(4, **o),
+        lambda **o: torch.tensor([[1.0, 2.0], [3.0, 4.0]], **o),
+        lambda **o: torch.tensor(5, **o),
+        lambda **o: torch.randn(5, 5, **o),
+        lambda **o: torch.rand(3, dtype=torch.float64, **o),
+        lambda **o: torch.randint(0, 9, (4,), **o),
+        lambda **o: torch.randperm(9, **o),
+        lambda **o: torch.scalar_tensor(2.5, **o),
+        lambda **o: torch.as_tensor([1, 2], **o),
+    ):
+        torch.manual_seed(3)
+        ours, state = make(device=device), torch.get_rng_state()
+        torch.manual_seed(3)
+        theirs = make()
+        same(ours, theirs)
+        assert torch.equal(state, torch.get_rng_state())
+    assert torch.empty(2, 3, device=device).shape == (2, 3)
+    assert torch.empty_strided((2, 3), (1, 2), device=device).stride() == (1, 2)
+    x = torch.ones(2, 3, device=device)
+    for like in (torch.zeros_like(x), x.new_zeros(4), torch.ones_like(x, dtype=torch.int64), torch.empty_like(x)):
+        assert type(like) is RemoteTensor and like.place == W1
+    leaf = torch.ones(3, device=device, requires_grad=True)
+    (leaf * 2).sum().backward()
+    assert leaf.is_leaf
+    same(leaf.grad, torch.full((3,), 2.0))
+
+
+def moved() -> None:
+    plain = torch.randn(3, 4)
+    x = plain.to(places.device(W1))
+    same(x, plain)
+    y = x.to(places.device(W2))
+    assert y.place == W2 and x.place == W1
+    same(y, plain)
+    assert x.to(places.device(W1)) is x and x.to(torch.float32) is x
+    same(x.to(torch.float64), plain.double())
+    same(plain.to(places.device(W1), torch.float64), plain.double())
+    same(x.to(places.device(W2), torch.float16), plain.half())
+    same(x.double(), plain.double())
+    assert x.to("meta").is_meta and x.to("meta").stride() == plain.stride()
+    same(x.to(torch.zeros(1, dtype=torch.int32)), plain.int())
+    brought = x.cpu()
+    assert type(brought) is torch.Tensor and torch.equal(brought, plain)
+    brought.zero_()
+    same(x, plain)
+    for shape in (plain.t(), plain[1:, ::2], plain.expand(2, 3, 4), torch.randn(()), torch.randn(0, 3), plain[:, 1]):
+        same(there(shape), shape)
+        assert there(shape).cpu().stride() == shape.clone().stride()
+    odd = torch.arange(20.0)[3:7]
+    same(there(odd).view(2, 2), odd.view(2, 2))
+    z = torch.randn(4, dtype=torch.complex64)
+    same(there(z.conj()).resolve_conj(), z.conj().resolve_conj())
+    leaf = torch.randn(3, requires_grad=True)
+    leaf.to(places.device(W1)).mul(3).sum().cpu().backward()
+    assert torch.equal(leaf.grad, torch.full((3,), 3.0)), leaf.grad
+
+
+def numbers() -> None:
+    plain = torch.tensor([[1.5, 2.0], [3.0, 4.0]])
+    x = there(plain)
+    assert x.tolist() == plain.tolist() and x.sum().item() == 10.5 and float(x[0, 0]) == 1.5 and int(x[1, 0]) == 3
+    assert bool(x.sum() > 10) and not bool((x < 0).any())
+    assert [10, 20, 30][there(torch.tensor(1))] == 20 and len(x) == 2 and [float(row.sum()) for row in x] == [3.5, 7.0]
+    array = x.numpy()
+    assert (array == plain.numpy()).all() and not array.flags.writeable
+    import numpy
+
+    assert (numpy.asarray(x) == plain.numpy()).all()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        there(plain.requires_grad_()).numpy()
+    assert f"{x.sum():.2f}" == "10.50" and W1 in repr(x) and "1.5" in str(x)
+    assert complex(there(torch.tensor(1 + 2j))) == 1 + 2j
+    with pytest.raises(RuntimeError):
+        bool(x)
+    assert x.equal(there(plain.detach())) and torch.allclose(x, there(plain.detach()))
+    assert (x == plain).all().item() and 1.5 in x
+
+
+def named_refusals() -> None:
+    x = there(torch.randn(4))
+    refused(x.data_ptr)
+    refused(x.share_memory_)
+    refused(x.pin_memory)
+    refused(lambda: torch.from_dlpack(x))
+    refused(lambda: x.__dlpack__())
+    refused(lambda: x.resize_(9), "resize")
+    refused(lambda: x.set_(torch.randn(4).untyped_storage()), "replaced")
+    refused(lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "quantized")
+    refused(lambda: there(torch.randn(4, 4)).to_sparse_csr(), "sparse_csr")
+    refused(lambda: x.to_mkldnn(), "MKL")
+    refused(lambda: torch.nested.nested_tensor([x, x]), "nested")
+    refused(lambda: x.set_(there(torch.randn(9))), "replaced")
+    refused(lambda: torch.randn(4).set_(x), "replaced")
+    refused(lambda: x.to("remote:99"), "no place")
+    for plain in (
+        torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
+        torch.randn(4, 4).relu().to_sparse_csr(),
+        torch.randn(4, 4).to_mkldnn(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ):
+        refused(lambda plain=plain: x + plain)
+        with pytest.raises((RuntimeError, NotImplementedError)):  # torch's own: its layouts know a few devices
+            plain.to(places.device(W1))
+    refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized")
+    same(torch.add(x, 1), home(x) + 1)  # nothing is left of these errors
+
+
+# -- copies and files
+
+
+def copies() -> None:
+    x = there(torch.randn(4, 4))
+    parts = {"whole": x, "row": x[1], "again": x}
+    made = copy.deepcopy(parts)
+    assert made["whole"] is made["again"] and made["whole"] is not x
+    made["row"].zero_()
+    same(made["whole"][1], torch.zeros(4))
+    assert home(x)[1].any()
+    parameter = nn.Parameter(there(torch.randn(3)))
+    parameter.grad = there(torch.ones(3))
+    parameter.note = [1]
+    again = copy.deepcopy(parameter)
+    assert type(again) is type(parameter) and isinstance(again, nn.Parameter) and again.requires_grad and again.note == [1]
+    same(again.grad, torch.ones(3))
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(there(torch.ones(2, requires_grad=True)) * 2)
+    same(copy.copy(x), home(x))
+
+
+def files() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(places.device(W1))
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(type(each) is torch.Tensor for each in state.values())
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    plain.load_state_dict(state)
+    net.load_state_dict(plain.state_dict())
+    for ours, theirs in zip(net.state_dict().values(), plain.state_dict().values()):
+        assert type(ours) is RemoteTensor
+        assert torch.equal(home(ours), theirs)
+    x = there(torch.randn(4))
+    loaded = pickle.loads(pickle.dumps({"x": x, "p": nn.Parameter(x)}))
+    assert type(loaded["x"]) is torch.Tensor and torch.equal(loaded["x"], home(x)) and isinstance(loaded["p"], nn.Parameter)
+
+
+def checkpoints(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    net = nn.Linear(3, 4).to(places.device(W1))
+    before = {name: home(each).clone() for name, each in net.state_dict().items()}
+    dcp.save(net.state_dict(), checkpoint_id=folder, no_dist=True)
+    with torch.no_grad():
+        for each in net.parameters():
+            each.zero_()
+    state = net.state_dict()
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    net.load_state_dict(state)
+    for name, each in net.state_dict().items():
+        assert type(each) is RemoteTensor and torch.equal(home(each), before[name]), name
+
+
+# -- modules and optimizers
+
+
+def modules() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 5), nn.LayerNorm(5))
+        if move is there:
+            kept = list(net.parameters())
+            net.to(places.device(W1))
+            assert all(a is b for a, b in zip(kept, net.parameters()))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(3):
+            x, y = move(torch.randn(6, 2, 8)), move(torch.randint(0, 5, (6,)))
+            loss = nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            yield loss
+        yield from net.state_dict().values()
+        net.eval()
+        yield net(move(torch.randn(2, 2, 8)))
+
+    both(program)
+    lstm = nn.LSTM(3, 4, 2).to(places.device(W1))
+    out, (h, c) = lstm(there(torch.randn(5, 2, 3)))
+    out.sum().backward()
+    assert out.shape == (5, 2, 4) and lstm.weight_ih_l0.grad is not None and type(h) is RemoteTensor
+
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "Adamax": {},
+    "ASGD": {},
+    "LBFGS": {"max_iter": 3},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "SparseAdam": {},
+}
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+
+
+def optimizer(name: str, how: dict[str, Any]) -> None:
+    def program(move: Any) -> Iterator[Any]:
+        if name == "SparseAdam":
+            net: nn.Module = nn.Embedding(9, 4, sparse=True)
+        else:
+            net = nn.Sequential(nn.Linear(4, 6, bias=name != "Muon"), nn.Tanh(), nn.Linear(6, 2, bias=name != "Muon"))
+        if move is there:
+            net.to(places.device(W1))
+        made = getattr(torch.optim, name)(net.parameters(), lr=0.05, **OPTIMIZERS[name], **how)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+        for _ in range(4):
+            x = move(torch.randint(0, 9, (5,)) if name == "SparseAdam" else torch.randn(5, 4))
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                made.zero_grad()
+                loss = net(x).pow(2).sum()
+                loss.backward()
+                return loss
+
+            made.step(closure)
+            schedule.step()
+        yield from net.parameters()
+        for state in made.state_dict()["state"].values():
+            for key, value in sorted(state.items()):
+                if not isinstance(value, torch.Tensor) or value.dim():
+                    yield from value if isinstance(value, list) else [value]
+                else:
+                    yield float(value)
+        saved = io.BytesIO()
+        torch.save(made.state_dict(), saved)
+        saved.seek(0)
+        made.load_state_dict(torch.load(saved, weights_only=True))
+        if name != "LBFGS":
+            made.step(closure)
+        yield from net.parameters()
+
+    both(program)
+
+
+# -- autograd
+
+
+def views() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        x = move(torch.randn(4, 6))
+        rows, flat, kept = x[1:3], x.view(-1), x.t()[2:]
+        rows.mul_(2)
+        yield flat.clone()
+        kept[0].zero_()
+        flat[::5].add_(1)
+        x[x > 1] = 0.5
+        x[[0, 2], 1] += 3
+        yield rows.clone()
+        yield kept.clone()
+        base = move(torch.randn(6, requires_grad=True))
+        y = base.clone()
+        part = y[1:4].view(3, 1)[:2]
+        part.mul_(base[:2].view(2, 1))
+        y[5] = base[0] * 2
+        y.sin().sum().backward()
+        yield base.grad
+        a, b = move(torch.randn(4, 4)).chunk(2)
+        a.copy_(b)
+        yield a
+        z = move(torch.randn(2, 3, 4))
+        z.transpose_(0, 2).squeeze_()
+        z.unsqueeze_(0)
+        yield z.contiguous()
+        yield z.unfold(1, 2, 1).sum(-1)
+        yield torch.view_as_real(move(torch.randn(3, dtype=torch.complex64)).conj().resolve_conj())
+        yield move(torch.randn(4)).view(torch.int32)
+
+    both(program)
+
+
+def versions() -> None:
+    def errors(move: Any) -> Iterator[Any]:
+        for write in (
+            lambda w: w.add_(1),
+            lambda w: w.detach().zero_(),
+            lambda w: w[0].zero_(),
+            lambda w: w.copy_(move(torch.zeros(3))),
+            lambda w: torch._foreach_add_([w], 1.0),
+            lambda w: torch.add(w.detach(), 1, out=w.detach()),
+            lambda w: w.data.zero_(),
+            lambda w: w.fill_(2),
+            lambda w: w.uniform_(),
+        ):
+            x = move(torch.ones(3, requires_grad=True))
+            w = x.clone()
+            y = (w * w).sum()
+            before = w._version
+            with torch.no_grad():
+                write(w)
+            yield w._version - before
+            try:
+                y.backward()
+                yield x.grad
+            except RuntimeError as error:
+                yield str(error).split(";")[0].split("[")[0]
+        leaf = move(torch.ones(3, requires_grad=True))
+        try:
+            leaf.add_(1)
+        except RuntimeError as error:
+            yield str(error)
+
+    both(errors)
+
+
+def hooks() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        seen: list[Any] = []
+        x = move(torch.randn(3, requires_grad=True))
+        x.register_hook(lambda grad: grad * 2)
+        x.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.clone()))
+        y = x * 3
+        y.register_hook(lambda grad: seen.append(grad.clone()))
+        y.retain_grad()
+        (y * y).sum().backward()
+        yield from seen
+        yield x.grad
+        yield y.grad
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() * 1, lambda t: t):
+            z = (x.exp() * x).sum()
+        yield torch.autograd.grad(z, x)[0]
+        yield torch.autograd.grad((x**3).sum(), x, torch.ones_like(x.sum()))[0]
+
+    both(program)
+
+
+def second_order() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        w, x = move(torch.randn(4, 3, requires_grad=True)), move(torch.randn(5, 4, requires_grad=True))
+        (first,) = torch.autograd.grad((x @ w).tanh().pow(2).sum(), x, create_graph=True)
+        penalty = first.norm(2, dim=1).sub(1).pow(2).mean()
+        penalty.backward()
+        yield from (first, penalty, w.grad, x.grad)
+        yield torch.autograd.functional.hessian(lambda v: (v**3).sum(), move(torch.randn(3)))
+        yield from torch.autograd.functional.hvp(lambda v: v.sin().sum(), move(torch.randn(3)), move(torch.ones(3)))
+
+    both(program)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2 * ctx.saved_tensors[0]
+
+
+def contexts() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        net, x = nn.Linear(4, 4), move(torch.randn(3, 4, requires_grad=True))
+        if move is there:
+            net.to(places.device(W1))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+            yield y
+            loss = nn.functional.mse_loss(y.float(), x)
+        yield from torch.autograd.grad(loss, [x, *net.parameters()])
+        dropout = nn.Dropout(0.5)
+        yield from torch.autograd.grad(checkpoint(lambda v: dropout(net(v).tanh()), x, use_reentrant=False).sum(), x)
+        checkpoint(lambda v: dropout(net(v).tanh()), x, use_reentrant=True).sum().backward()
+        yield x.grad
+        with torch.no_grad():
+            y = net(x)
+            yield y.requires_grad
+            yield y
+        with torch.inference_mode():
+            y = net(x)
+            yield y.is_inference()
+            yield y.add_(1)
+            yield y[1:].t()
+        yield from torch.autograd.grad(Square.apply(x).sum(), x)
+        yield from torch.autograd.grad(nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]).sum(), x)
+        with torch.autograd.set_grad_enabled(False):
+            yield torch.bernoulli(x.sigmoid())
+        with torch.autograd.detect_anomaly(check_nan=True):
+            try:
+                (x - x).sqrt().sum().mul(0).backward()
+            except RuntimeError as error:
+                yield "nan" in str(error)
+
+    both(program)
+
+
+def functions() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        x, w = move(torch.randn(5, 3)), move(torch.randn(3, 3))
+        yield torch.func.vmap(lambda v: (v @ w).tanh())(x)
+        yield torch.func.grad(lambda v: (v @ w).sin().sum())(x)
+        yield torch.func.vmap(torch.func.grad(lambda v: (v @ w).pow(2).sum()))(x)
+        yield torch.func.jacrev(lambda v: (v @ w).tanh())(x[0])
+        yield torch.func.vjp(lambda v: v.exp(), x)[1](move(torch.ones(5, 3)))[0]
+        net = nn.Linear(3, 2)
+        if move is there:
+            net.to(places.device(W1))
+        with torch.autograd.forward_ad.dual_level():
+            yield from torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x.cos()) * w[0])
+        yield from torch.func.jvp(torch.sin, (x,), (move(torch.ones(5, 3)),))
+        yield torch.func.jacfwd(lambda v: (v @ w).tanh())(x[0])
+        yield torch.func.functional_call(net, {"weight": move(torch.ones(2, 3))}, (x,))
+
+    both(program)
+
+
+def data() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        x = move(torch.randn(3, requires_grad=True))
+        x.data.mul_(2)
+        yield x
+        x.data = move(torch.ones(2, 2))
+        yield x.detach()
+        (x * 3).sum().backward()
+        yield x.grad
+        parameter = nn.Parameter(move(torch.randn(3)))
+        parameter.data = parameter.data.double()
+        yield parameter.detach()
+        parameter.data.zero_()
+        yield parameter.detach()
+        parameter.grad = move(torch.ones(3).double())
+        parameter.grad = None
+        parameter.requires_grad_(False).add_(1)
+        yield parameter.detach()
+
+    both(program)
+
+
+def sparse() -> None:
+    def program(move: Any) -> Iterator[Any]:
+        net = nn.Embedding(9, 3, sparse=True)
+        if move is there:
+            net.to(places.device(W1))
+        net(move(torch.tensor([1, 2, 1]))).pow(2).sum().backward()
+        grad = net.weight.grad
+        yield str(grad.layout)
+        yield grad._nnz()
+        yield grad.to_dense()
+        yield grad.coalesce().values()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+        yield net.weight.detach()
+        eye = move(torch.eye(4)).to_sparse()
+        yield torch.sparse.mm(eye, move(torch.randn(4, 2)))
+
+    both(program)
+    grad = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,))
+    x = grad.to(places.device(W1))
+    assert torch.equal(home(x).to_dense(), grad.to_dense()) and torch.equal(x.to_dense().cpu(), grad.to_dense())
+
+
+def crossing() -> None:
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    x, y = there(a), there(b, W2)
+    same(x @ y, a @ b)
+    x.copy_(y)
+    same(x, b)
+    x.copy_(a)
+    same(x, a)
+    plain = torch.empty(64, 64)
+    plain.copy_(y)
+    assert torch.equal(plain, b)
+    same(there(a[:1].expand(64, 64)) + y, a[:1] + b)
+    with pytest.raises(RuntimeError, match="overlap|single memory"):
+        there(a[:1]).expand(64, 64).add_(y)
+    for shape in (a.t(), a[::2, 1:9], a[3, 5:9].expand(4, 4), a[0, 0], a[:0]):
+        moved = there(shape, W2).to(places.device(W1))
+        same(moved, shape.clone())
+        same(there(shape, W2) * x[0, 0], shape * a[0, 0])
+    leaf = torch.randn(64, 64, requires_grad=True)
+    (leaf.to(places.device(W1)) @ y).sum().cpu().backward()
+    twin = leaf.detach().clone().requires_grad_()
+    (twin @ b).sum().backward()
+    assert torch.equal(home(leaf.grad), twin.grad)
+    for worker in (W1, W2):
+        torch.manual_seed(5)
+        x = there(torch.randn(2, 2), worker)
+        x.normal_()
+        torch.manual_seed(5)
+        torch.randn(2, 2)
+        same(x, torch.empty(2, 2).normal_())
+
+
+# -- threads, memory, errors
+
+
+def threads() -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(number)
+            plain = torch.randn(40, 40, generator=generator)
+            worker = (W1, W2)[number % 2]
+            for turn in range(30):
+                x = there(plain, worker).requires_grad_()
+                y = (x @ x.t()).relu().sum() * turn
+                y.backward()
+                twin = plain.clone().requires_grad_()
+                (twin @ twin.t()).relu().sum().mul(turn).backward()
+                assert torch.equal(home(x.grad), twin.grad), (number, turn)
+                other = x.detach().to(places.device((W1, W2)[turn % 2])) + shared[turn % 2]
+                assert torch.equal(home(other), plain + 1)
+        except BaseException as error:
+            errors.append(error)
+
+    shared = [there(torch.ones(40, 40), worker) for worker in (W1, W2)]
+    running = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join(50)
+    assert not any(each.is_alive() for each in running), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def _count() -> int:
+    from rdmarpc.places import runners
+
+    return sum(len(runner.values) for held in list(runners._runners.values()) for runner in list(held.values()))
+
+
+def values_at(worker: str) -> int:
+    """How many tensors a worker holds for its callers."""
+    gc.collect()
+    for stream in places.streams():
+        stream.synchronize()
+        stream.synchronize()  # takes the names along that died before
+    return rpc.rpc_sync(worker, _count)
+
+
+def frees() -> None:
+    before = {worker: values_at(worker) for worker in (W1, W2)}
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(places.device(W1))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(5):
+        net(there(torch.randn(4, 8), W2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert values_at(W1) > before[W1]
+    try:
+        net(there(torch.randn(4, 7))).sum()
+    except RuntimeError:
+        pass
+    big = there(torch.randn(1 << 20))
+    view = big[5:]
+    del big
+    assert view.sum().item() == view.cpu().sum().item()
+    del net, optimizer, view
+    after = {worker: eventually_same(worker, before[worker]) for worker in before}
+    assert after == before
+
+
+def eventually_same(worker: str, wanted: int) -> int:
+    for _ in range(50):
+        if (found := values_at(worker)) == wanted:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def late_errors() -> None:
+    index = there(torch.tensor([0, 1]))
+    x = there(torch.randn(3, 3))
+    for _ in range(2):
+        same(x.index_select(0, index), home(x)[:2])
+    index.fill_(7)
+    found = x.index_select(0, index)  # posted: nobody knows yet
+    with pytest.raises((IndexError, RuntimeError), match="index") as caught:
+        found.sum().item()
+    assert "index_select" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])]), caught.value
+    same(x + 1, home(x) + 1)
+    with pytest.raises(Exception, match="not computed"):
+        found.cpu()
+    y = there(torch.randn(3, 3), W2)
+    found = x.index_select(0, index)
+    with pytest.raises((IndexError, RuntimeError), match="index_select"):
+        (y[:2] + found.to(places.device(W2))).cpu()
+    same(y + x, home(y) + home(x))
+    with pytest.raises(RuntimeError, match="shape|size"):
+        x @ there(torch.randn(4, 4))
+    with pytest.raises(TypeError):
+        x + "text"
+    same(x + 1, home(x) + 1)
+
+
+def no_memory() -> None:
+    x = there(torch.ones(4))
+    with pytest.raises((RuntimeError, MemoryError), match="allocate|memory"):
+        torch.empty(1 << 50, device=places.device(W1)).sum().item()
+    with pytest.raises((RuntimeError, MemoryError), match="allocate|memory"):
+        x.new_zeros(1 << 50).sum().item()
+    same(x + 1, torch.full((4,), 2.0))
+
+
+def graph_is_plain() -> None:
+    x = there(torch.randn(3, requires_grad=True))
+    y = (x * 2).sum()
+    assert "MulBackward" in type(y.grad_fn.next_functions[0][0]).__name__
+    assert x.device == torch.device("cpu") and x.is_leaf and not y.is_leaf and isinstance(x, torch.Tensor)
+    assert x.element_size() == 4 and x.nbytes == 12 and x.numel() == 3 and x.storage_offset() == 0
+    assert hash(x) == hash(x) and x in [x]
+    assert place_of(x) is not None and place_of(torch.ones(1)) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(torch.zeros(2, device=places.device(W1)), RemoteTensor)
+
+
+CHECKS = (
+    made, moved, numbers, named_refusals, copies, files, modules, views, versions, hooks, second_order, contexts, functions,
+    data, sparse, crossing, threads, frees, late_errors, no_memory, graph_is_plain,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_as_in_one_process(group: Group, check: Callable[[], None]) -> None:
+    group.ask(check)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(group: Group, name: str) -> None:
+    ways: list[dict[str, Any]] = [{}]
+    if name not in ("LBFGS", "SparseAdam", "Muon"):
+        ways += [{"foreach": True}, {"foreach": False}]
+    if name in FUSED:
+        ways.append({"fused": True})
+    for how in ways:
+        group.ask(optimizer, name, how)
+
+
+def test_distributed_checkpoints(group: Group, tmp_path: Path) -> None:
+    group.ask(checkpoints, str(tmp_path))
+
+
+# -- processes that end
+
+
+def use_after_death(pid: int) -> float:
+    x = there(torch.randn(4))
+    same(x, home(x))
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(rpc.PeerLost):
+        while True:
+            (x + 1).cpu()
+    with pytest.raises(rpc.PeerLost):
+        x.sum().item()
+    same(there(torch.ones(3), W2) + 1, torch.full((3,), 2.0))
+    return time.monotonic() - started
+
+
+def test_a_worker_dies(own: Group) -> None:
+    with pytest.raises(ChildProcessError, match="a worker died with -9"):
+        own.ask(use_after_death, own.processes[1].pid, patience=40)
+
+
+def in_a_fork() -> None:
+    x = there(torch.ones(3))
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            (x + 1).cpu()
+        except RuntimeError as error:
+            status = 0 if "fork" in str(error) else 2
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 20
+    while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError("the fork hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(found[1]) == 0, found
+    same(x + 1, torch.full((3,), 2.0))
+
+
+def test_a_forked_child(own: Group) -> None:
+    own.ask(in_a_fork)
+
+
+def after_close() -> None:
+    x = there(torch.ones(3))
+    places.close_streams()
+    with pytest.raises(RuntimeError, match="shut down"):
+        x.sum().item()
+    same(there(torch.ones(3)) + 1, torch.full((3,), 2.0))
+
+
+def test_after_the_end(own: Group) -> None:
+    own.ask(after_close)
