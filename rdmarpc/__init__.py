@@ -58,7 +58,15 @@ _HOMES = {
     **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ()),
 }
 """Modules, and the names that are theirs. A module is a name itself."""
-_LATE = ("served.model", "places.balance", "places.checkpoint", "places.devices", "places.recording", "places.tensor", "places.wrap")
+_LATE = (
+    "served.model",
+    "places.balance",
+    "places.checkpoint",
+    "places.devices",
+    "places.recording",
+    "places.tensor",
+    "places.wrap",
+)
 """A program that only calls need not wait for what wraps and serves models."""
 
 if TYPE_CHECKING:

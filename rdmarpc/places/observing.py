@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+
 class Observer(Protocol):
     """What is told of posting, in any thread. ``at``: -1 for a tensor as it was made, else its offset in elements."""
 
