@@ -70,8 +70,8 @@ def other_name(kind: type) -> str:
 
 
 def reduce_class(kind: type) -> Any:
-    """Tuples with names that a TorchScript function returns are of a class that torch has made, and that has no name to be found
-    by."""
+    """Tuples with names that a TorchScript function returns are of a class that torch has made, and that has no name to be
+    found by."""
     if kind.__module__ == _OF_SCRIPTS and issubclass(kind, tuple):
         return _tuple_class, (kind.__name__, kind._fields)  # type: ignore[attr-defined]
     return other_name(kind) or NotImplemented
