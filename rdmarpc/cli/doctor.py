@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import argparse
+import ipaddress
 import json
 import os
 import platform

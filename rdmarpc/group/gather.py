@@ -113,9 +113,7 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
 
 def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> None:
     sent = {
-        name: agent.call_async(
-            agent.resolve(name), *taken_apart(_hand_out, (key, meeting.gathered_objects), None), limit
-        )
+        name: agent.call_async(agent.resolve(name), *taken_apart(_hand_out, (key, meeting.gathered_objects), None), limit)
         for name in key[0][1:]
     }
     errors: dict[str, Exception] = {}

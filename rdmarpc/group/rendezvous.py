@@ -256,7 +256,9 @@ class Rendezvous:
         found = [str(rank) for rank in range(self.world_size) if self._whole.check([_OF_TORCH.format(self._used, rank)])]
         if not found:
             return ""
-        return f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
+        return (
+            f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
+        )
 
     def _until(self, done: Callable[[], bool], absent: Callable[[], list[str]]) -> None:
         start = time.monotonic()

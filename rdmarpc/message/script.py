@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import importlib
 import io
-from types import FunctionType
 import re
 from functools import reduce
+from types import FunctionType
 from typing import Any
 
 import torch

@@ -150,7 +150,9 @@ class RRef(Generic[T]):
     def _create(self, timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
         check(self, "call remote() on it")
         function = call_of(self._get_type(timeout), name)
-        return over(self._agent, self._agent.create(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout))
+        return over(
+            self._agent, self._agent.create(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout)
+        )
 
     def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
         """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever

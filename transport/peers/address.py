@@ -144,7 +144,10 @@ def _routed(family: int) -> tuple[str, str]:
         return next(iter(there.values())), "address of the only interface"
     name, address = next(iter(there.items()))
     others = ", ".join(f"{name} ({address})" for name, address in there.items())
-    return address, f"?{name} of {others}: there is no default route; transport='tcp://INTERFACE', or TP_SOCKET_IFNAME, says which"
+    return (
+        address,
+        f"?{name} of {others}: there is no default route; transport='tcp://INTERFACE', or TP_SOCKET_IFNAME, says which",
+    )
 
 
 def _family(address: str) -> int:

@@ -39,7 +39,11 @@ LEAVE = {
     "default_device": lambda: torch.set_default_device("meta"),
     "device": lambda: enter(torch.device("meta")),
     "autocast": lambda: enter(torch.autocast("cpu", dtype=torch.float16)),
-    "autocasts": lambda: (enter(torch.autocast("cpu")), enter(torch.autocast("cpu", enabled=False)), enter(torch.autocast("cpu"))),
+    "autocasts": lambda: (
+        enter(torch.autocast("cpu")),
+        enter(torch.autocast("cpu", enabled=False)),
+        enter(torch.autocast("cpu")),
+    ),
     "functions": lambda: enter(Functions()),
     "dispatches": lambda: enter(Dispatches()),
     "context": lambda: enter(rpc.autograd.context()),

@@ -47,9 +47,7 @@ def listening(commands: list[str], place: str = "tcp", secret: bytes = b"open se
     program = textwrap.dedent(PROGRAM.format(commands=commands, place=place, secret=secret))
     names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
     environment = {key: value for key, value in os.environ.items() if key not in names} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -69,7 +67,9 @@ SIX = [*LO, "addr del 127.0.0.1/8 dev lo", *link("one", "2001:db8:1::1/64"), "-6
 TWO = [*LO, *link("one", "10.1.0.1/24"), *link("two", "10.2.0.1/24", "2001:db8:2::1/64")]
 
 
-@pytest.mark.parametrize("place", ["tcp", "tcp://one", "tcp://2001:db8:1::1", "tcp://[2001:db8:1::1]", "tcp://[::]", "tcp://one:5123"])
+@pytest.mark.parametrize(
+    "place", ["tcp", "tcp://one", "tcp://2001:db8:1::1", "tcp://[2001:db8:1::1]", "tcp://[::]", "tcp://one:5123"]
+)
 def test_a_host_with_ipv6_alone(place: str) -> None:
     found = listening(SIX, place)
     assert "ADDRESS tcp:[2001:db8:1::1]:" in found and "REACHED" in found
@@ -94,7 +94,9 @@ def test_one_interface_without_a_default_route() -> None:
 def test_two_interfaces_and_no_default_route() -> None:
     found = listening(TWO)
     assert "ADDRESS tcp:10.1.0.1:" in found
-    assert "LOG other hosts reach this one at 10.1.0.1, one of one (10.1.0.1), two (10.2.0.1): there is no default route" in found
+    assert (
+        "LOG other hosts reach this one at 10.1.0.1, one of one (10.1.0.1), two (10.2.0.1): there is no default route" in found
+    )
     assert "TP_SOCKET_IFNAME" in found
     for first, shown in (("10.2.0.77", "10.2.0.1"), ("2001:db8:2::77", "[2001:db8:2::1]"), ("10.2.0.1", "10.2.0.1")):
         found = listening(TWO, MASTER_ADDR=first)
