@@ -98,8 +98,8 @@ def where_to_listen(family: int = socket.AF_UNSPEC) -> tuple[str, str]:
     """The address at which other hosts reach this one, and how it was found; that text begins with ``?`` if it was a guess.
 
     It is that of the interface named by a variable by which programs choose one for torch's other backends (``NotSupported`` if
-    there is no such interface); else the one on the way to the job's first host (``MASTER_ADDR``); else that of the default route,
-    IPv4 before IPv6. Without such a route, as in the network of a cluster that leads nowhere else, the address of an interface
+    there is no such interface); else the one on the way to the job's first host (``MASTER_ADDR``); else that of the default
+    route, IPv4 before IPv6. Without such a route, as in the network of a cluster that leads nowhere else, that of an interface
     that has one and is up; else loopback."""
     return _chosen_by_variable() or _routed(family)
 
@@ -122,7 +122,7 @@ def _chosen_by_variable() -> tuple[str, str] | None:
 
 
 def _named(text: str, name: str, variable: str) -> bool:
-    """Whether a variable names an interface. NCCL's takes beginnings of names, ``=`` for whole ones, and ``^`` for all others."""
+    """Whether a variable names an interface. NCCL's has beginnings of names, ``=`` for whole ones, ``^`` for all others."""
     if not variable.startswith("NCCL"):
         return name in text.split(",")
     others, text = text.startswith("^"), text.removeprefix("^")
