@@ -5,9 +5,9 @@ Where this package is installed torch has the name already (``autoload``), else 
 program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
 compiler, which many programs never import.
 
-Torch's groups and its RPC are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace what a call does,
-and end with an error at the first batch of another size, or at the first attribute of a group. So all our files are on its
-list of what it leaves alone. What it makes of a call to a group stays as it is: a graph, or a break between two.
+Torch's groups and RPC are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace what a call does, and
+end with an error at the first batch of another size, or at the first attribute of a group. So all our files are on its list of
+what it leaves alone. What it makes of a call to a group stays as it is: a graph, or a break between two.
 """
 
 from __future__ import annotations
