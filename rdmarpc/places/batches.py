@@ -34,13 +34,13 @@ def forward_backward(
     there may be fewer than ``chunks``); everything else goes to each micro-batch as it is. The batch's size is that of
     ``target``'s first tensor, or else of the first tensor input; all tensors in ``target`` are split.
 
-    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples, and its gradients,
-    added to those that are there, in the order of the micro-batches. Where ``target`` is ``None`` it is ``loss_fn(model(x_i))``.
-    With a ``loss_fn`` that is a mean over samples this is the mean over the batch. What looks at a whole batch (batch norm) sees
-    micro-batches.
+    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples, and its
+    gradients, added to those that are there, in the order of the micro-batches. Where ``target`` is ``None`` it is
+    ``loss_fn(model(x_i))``. With a ``loss_fn`` that is a mean over samples this is the mean over the batch. What looks at a
+    whole batch (batch norm) sees micro-batches.
 
-    Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss, where
-    it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
+    Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss,
+    where it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")

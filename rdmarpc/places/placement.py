@@ -22,9 +22,9 @@ def resolve(
     ranked: Callable[[int], str] | None = None,
 ) -> dict[str, list[Where]]:
     """The places of each placed module, by path; ranges taken apart. ``a.0-5`` stands for the numbered children 0 to 5 of
-    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a replica
-    at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty
-    range, or two entries for one module."""
+    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a
+    replica at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not
+    exist, an empty range, or two entries for one module."""
     found: dict[str, list[Where]] = {}
     source: dict[str, str] = {}
     for key, value in placement.items():

@@ -59,10 +59,10 @@ class RemoteTensor(torch.Tensor):
     _offset: int
     _words: tuple[int, int]
     """The storage's name, and -1 for all of it as it was made, else the offset of a view (``_at``)."""
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         op = known_operators.get(func) or operator(func)
         return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
 
@@ -97,7 +97,7 @@ class RemoteTensor(torch.Tensor):
     def tolist(self) -> Any:
         return at_place(self.detach(), None).tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.no_grad():
             text = repr(at_place(self.detach(), None).requires_grad_(self.requires_grad and self.is_leaf))
         if self.grad_fn is not None:
@@ -346,11 +346,10 @@ def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor])
     if tensor.layout is torch.sparse_coo:
         parts = aten._indices.default(tensor), aten._values.default(tensor)
         indices, values = (move(part) for part in parts)
-        found = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
             tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
             layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
         )  # fmt: skip
-        return found
     raise _no_layout(tensor.layout)
 
 
@@ -361,9 +360,8 @@ def _no_layout(layout: torch.layout) -> NotSupported:
 def _check_kind(tensor: torch.Tensor) -> None:
     if tensor.is_quantized or tensor.is_nested:
         raise NotSupported(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
 
 
 def bring_home(value: Any) -> Any:
@@ -377,9 +375,9 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
-_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad
-"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors only:
-it ran here."""
+_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors
+only: it ran here."""
 
 
 class _Running(threading.local):
@@ -464,8 +462,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -482,7 +480,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied back."""
+    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied
+    back."""
     written = op.operands_written(args, kwargs)
     place = _choose(tensors, written)
     _remember(place)
@@ -778,7 +777,7 @@ def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refresh(tensor: RemoteTensor) -> None:
     """The tensor's geometry has changed here."""
-    meta, offset = meta_of(geometry(tensor)), tensor.storage_offset()
+    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
     if meta is not tensor._meta or offset != tensor._offset:
         tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
 
@@ -873,6 +872,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _data.__set__(tensor, value)
 
 
-# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the two
-# go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
-torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment, method-assign]
+# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
+# two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
+torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]
