@@ -260,6 +260,15 @@ class Stream:
             self._metas.add(meta.number)
         return meta.number
 
+    def known_forms(self) -> int:
+        return sum(map(len, self.known.values()))
+
+    def forget_forms(self) -> None:
+        """Forget the forms of calls, here and at the worker."""
+        self.post([ring.FORGET])
+        for forms in self.known.values():
+            forms.clear()
+
     def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)
         told = name, takes, keywords, torch.is_grad_enabled()

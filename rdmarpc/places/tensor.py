@@ -42,7 +42,8 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
-_REMEMBERED = 1 << 18
+_REMEMBERED, _FORMS = 1 << 18, 1 << 15
+"""Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -703,6 +704,8 @@ def _ask(
             known.kind, known.result = _ONE, results[0][1:]
         else:
             known.kind = _SEVERAL
+    if place.known_forms() >= _FORMS:
+        place.forget_forms()
     place.known[_grad()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
 
@@ -743,6 +746,8 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = (op.func, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
         known = _views.get(form)
         if known is None:
+            if len(_views) >= _FORMS:
+                _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
     if type(known) is list:
         return [_over(base, *each) for each in known]

@@ -15,6 +15,7 @@ SEND        name, at, meta, target, region, offset, shift: write it there and te
 FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
 CHECK       question: answered when all before it has been run
 RESET       the caller knows of the error: go on
+FORGET      all signatures
 STATE       length, text: flags of torch under which operations run
 LAST        the stream ends
 ==========  ==========================================================================================================
@@ -155,6 +156,7 @@ class Runner:
             ring.CHECK: self._check,
             ring.RESET: self._reset,
             ring.STATE: self._state,
+            ring.FORGET: self._forget,
         }
         self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
         self.thread.start()
@@ -466,6 +468,9 @@ class Runner:
 
     def _reset(self, words: list[int], at: int) -> None:
         self.void = None
+
+    def _forget(self, words: list[int], at: int) -> None:
+        self.signatures.clear()
 
     def _state(self, words: list[int], at: int) -> None:
         set_flags(load(words, at))

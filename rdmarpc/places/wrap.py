@@ -109,13 +109,14 @@ class WrappedModel(nn.Module):
         *args: Any,
         target: Any = None,
         chunks: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = "gpipe",
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of one batch in ``chunks`` micro-batches; see ``batches.forward_backward``."""
         placed = self._placement
         with nullcontext() if placed.first is None else placed.first.whole(args, kwargs):
-            return forward_backward(self, loss_fn, args, kwargs, target, placed.chunks if chunks is None else chunks, schedule)
+            count = placed.chunks if chunks is None else chunks
+            return forward_backward(self, loss_fn, args, kwargs, target, count, schedule, len(placed.workers))
 
     def transfers(self) -> list[Transfers]:
         """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or
