@@ -251,6 +251,8 @@ class Stream:
         return "an operation that was posted long ago"
 
     def tell_state(self, state: tuple[Any, ...]) -> None:
+        if self.state and self.state[-1] is not state[-1]:  # the default dtype: results have other ones
+            self.forget_forms()
         self.post([ring.STATE, *ring.as_words(dump((*state[:-1], encode(state[-1]))))])
         self.state = state
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import mmap
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +35,7 @@ from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, known_operators, operator
 from .plain import decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
-from .worker import flags
+from .worker import flags, raw
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
@@ -182,7 +184,15 @@ class RemoteTensor(torch.Tensor):
         return RemoteStorage(self._handle)
 
     def data_ptr(self) -> int:
-        raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
+        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is written or
+        freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
+        handle, key = self._handle, ("address", self._meta, self._offset)
+        found = None if handle.copies is None else handle.copies.get(key)
+        if found is None:
+            found = ReadOnly(at_place(self.detach(), None).resolve_conj().resolve_neg())
+            assert handle.copies is not None
+            handle.copies[key] = found
+        return found.address
 
     def __dlpack__(self, **options: Any) -> Any:
         raise NotSupported(
@@ -197,6 +207,21 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+
+class ReadOnly:
+    """A copy of a tensor's bytes, from its first element to its last, in memory that cannot be written."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        blob = raw(tensor)
+        self._memory = mmap.mmap(-1, max(len(blob), 1))
+        self._memory[: len(blob)] = blob
+        # ctypes needs a writable buffer for the address, so the memory is protected afterwards.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        if protect(self.address, len(self._memory), mmap.PROT_READ):
+            raise OSError(ctypes.get_errno(), "mprotect")
 
 
 class RemoteStorage:

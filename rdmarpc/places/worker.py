@@ -304,6 +304,8 @@ class Runner:
             found = self.signatures[words[at]]
             result = self._call(found, words, at + 2)
             self._name(found, words[at + 1], result)
+        except _Voided as error:
+            self.void = error.void
         except BaseException as error:
             self._fail(error)
 

@@ -320,6 +320,27 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
         done.append((tensor, exchange(tensor, copy)))
 
 
+def _check_free(tensor: torch.Tensor) -> None:
+    """``NotSupported`` if C++ refers to the tensor. A graph's node that only adds up its gradient may: if that graph still has a
+    backward, it ends in an error, as after ``torch.utils.swap_tensors``."""
+    users = tensor._use_count() - 1  # type: ignore[attr-defined]
+    node = torch.autograd.graph.get_gradient_edge(tensor).node if users == 1 and tensor.requires_grad else None
+    if users and (node is None or tensor._use_count() != 2):  # type: ignore[attr-defined]
+        raise NotSupported(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be moved: something in C++ refers to it",
+            hint="wrap a model while no graph of an earlier forward is kept",
+        )
+    if node is not None:
+        node.register_prehook(_of_an_earlier_place)
+
+
+def _of_an_earlier_place(grads: Any) -> None:
+    raise NotSupported(
+        "a backward of a forward that ran before its parameters were moved: they are not there any more",
+        hint="call wrap, replace and close between a backward and the next forward",
+    )
+
+
 def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Make ``tensor`` the found one, where that lies, with its own attributes, hooks and gradient. Returns what it was."""
     if isinstance(tensor, nn.Parameter):
@@ -328,16 +349,10 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         made = found.requires_grad_(tensor.requires_grad)
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
+    _check_free(tensor)
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    try:
-        torch._C._swap_tensor_impl(tensor, made)
-    except RuntimeError as error:
-        tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks = gradient, hooks, after
-        raise NotSupported(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be moved: {error}",
-            hint="wrap a model while no graph of an earlier forward is kept",
-        ) from error
+    torch._C._swap_tensor_impl(tensor, made)
     tensor.__class__, made.__class__ = made.__class__, tensor.__class__
     tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     if gradient is not None:
