@@ -96,6 +96,8 @@ class WrappedModel(nn.Module):
     _wrapped: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            raise NotSupported("torch.jit.trace cannot follow a model whose parts lie at workers", hint="trace a copy: close()")
         placed = self._placement
         placed.steps += 1
         if placed.first is not None:
@@ -138,8 +140,10 @@ class WrappedModel(nn.Module):
             raise NotSupported(
                 "there is no checkpoint of this model", hint="call rdmarpc.save_checkpoint() in the training loop"
             )
-        if lost not in placed.workers or successor not in agent.worker_names():
-            raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one of this group")
+        if lost not in placed.workers or (successor != lost and successor in placed.workers):
+            raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one without")
+        if successor not in agent.worker_names():
+            raise ValueError(f"worker {successor!r} is not in this group")
         state, folder = placed.saved
         for tensor in {id(t): t for t in (*self.parameters(), *self.buffers())}.values():
             if type(tensor) is RemoteTensor and tensor._handle.stream.worker == lost:
