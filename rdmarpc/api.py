@@ -244,7 +244,7 @@ RpcAgent = TensorPipeAgent = Agent
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """In the block, calls of this process are taken apart by ``rpc_pickler.serialize`` (torch's hook; of all threads). The bytes
+    """In the block, calls of this process are taken apart by ``rpc_pickler.serialize`` (torch's hook; all threads). The bytes
     that it makes are put together by pickle at the callee, whatever they are."""
     internal.current = rpc_pickler
     try:

@@ -59,7 +59,7 @@ class RemoteException(NamedTuple):
 
 
 _thread_local_tensor_tables = threading.local()
-"""``send_tables``, ``recv_tables``: the tensors of what a pickler of a program's own takes apart, and of what is put together."""
+"""``send_tables``, ``recv_tables``: the tensors of what a program's own pickler takes apart, and of what is put together."""
 
 
 _OURS = f"{__package__}."

@@ -15,12 +15,13 @@ from ..harness.processes import Launcher
 from .layers import ROUNDS, Case, chunks, stages
 
 OURS = {
+    "gpipe": ("gpipe", "last"),
     "1f1b": ("1f1b", "last"),
-    "interleaved": ("interleaved", "last"),
-    "zero_bubble": ("zero_bubble", "last"),
-    "1f1b (first)": ("1f1b", "first"),
+    "interleaved": ("gpipe", "last"),
+    "gpipe (first)": ("gpipe", "first"),
 }
-"""Schedules, and whether the caller, which has the loss, has the last stage too, or the first one."""
+"""Schedules, and whether the caller, which has the loss, has the last stage too, or the first one. The stages of "interleaved"
+go round the workers."""
 THEIRS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 Step = Callable[[], None]
@@ -89,7 +90,7 @@ def our_step(rpc: Any, case: Case, job: dict[str, Any], name: str) -> Step:
     count, workers = chunks(job), job["count"]
     layers, (x, y) = case.layers(workers), case.batch(count)
     schedule, caller = OURS[name]
-    of = stages(workers, schedule == "interleaved", caller)
+    of = stages(workers, name == "interleaved", caller)
     twin = nn.Sequential(*copy.deepcopy(layers))
     placement = {str(at): f"worker{worker}" for at, worker in enumerate(of)}
     model = rpc.wrap(nn.Sequential(*layers), placement)

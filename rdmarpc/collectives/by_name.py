@@ -96,7 +96,7 @@ def _coalescing_manager(theirs: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException:
                 if (found := _ours(group)) is not None:
                     c10d._world.pg_coalesce_state.pop(found, None)
-                    found.collect_no_more()
+                    found.collected.works = None
                 raise
 
     return coalescing_manager

@@ -52,11 +52,11 @@ def _compiled(qualified_name: str) -> torch.jit.ScriptFunction:
         raise RuntimeError(f"attempted to get undefined function {name}: this worker has not compiled {qualified_name}")
     python = _found(*_place(qualified_name))
     if isinstance(python, FunctionType):
-        found._torchdynamo_inline = python  # as ``torch.jit.script`` notes it
+        found._torchdynamo_inline = python  # type: ignore[attr-defined] # as ``torch.jit.script`` notes it
     return found
 
 
-def check(function: torch.jit.ScriptFunction, args: tuple[Any, ...]) -> None:
+def check(function: Any, args: tuple[Any, ...]) -> None:
     """Raise ``RuntimeError`` for too many arguments: as torch does, at the caller. All else is found out where it runs."""
     if len(args) > (most := len(function.schema.arguments)):
         raise RuntimeError(

@@ -242,7 +242,7 @@ NO_TAIL = _TAIL.pack(0, 0)
 
 
 def complete(payload: bytes) -> bool:
-    """Whether ``dumps`` for no receiver made this, rather than some other pickler, at whose end nothing of ours stands. A pickle
+    """Whether ``dumps`` for no receiver made this, rather than some other pickler, whose end has nothing of ours. A pickle
     ends with a dot, and a number of buffers does not."""
     return payload[-1:] == b"\0" and payload[-_TAIL.size - 1 : -4] == b"." + NO_TAIL[:4]
 

@@ -118,8 +118,9 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
     for name, path in paths.items():
         if len(path) == 4 and path[1] == "state" and path[2] in wanted:
             stored = metadata.state_dict_metadata[name]
-            is_tensor = isinstance(stored, TensorStorageMetadata)
-            room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu") if is_tensor else None
+            room = None
+            if isinstance(stored, TensorStorageMetadata):
+                room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             found.setdefault(path[2], {})[path[3]] = room
     return {"state": found, "param_groups": bring_home(_groups(value, names))}
 

@@ -123,7 +123,7 @@ class Operator:
             next((p for p, a in zip(self.written, _written(arguments)) if _same_alias(a, r)), None) for r in returns
         )
         """For each result the written operand that it is."""
-        self.foreach = bare.startswith("_foreach_") or bare.startswith("_fused_ad") or bare.startswith("_fused_sgd")
+        self.foreach = bare.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
         self.raises_versions = bare.startswith("_foreach_") and self.mutable
         """Whether its kernel, not autograd, raises the version of what it writes."""
@@ -157,8 +157,8 @@ class Operator:
             return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         return True
 
-    def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+    def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        found: list[Any] = []
         for where in self.written:
             value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
             if value is None and not isinstance(where, str):

@@ -22,9 +22,9 @@ def resolve(
     ranked: Callable[[int], str] | None = None,
 ) -> dict[str, list[Where]]:
     """The places of each placed module, by path; ranges taken apart. ``a.0-5`` stands for the numbered children 0 to 5 of
-    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a replica
-    at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty
-    range, or two entries for one module."""
+    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a
+    replica at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not
+    exist, an empty range, or two entries for one module."""
     found: dict[str, list[Where]] = {}
     source: dict[str, str] = {}
     for key, value in placement.items():
@@ -71,16 +71,22 @@ def _split(key: str, value: str) -> tuple[str, str]:
 
 def _expand(net: nn.Module, key: str) -> list[str]:
     """The paths that a key stands for."""
-    paths = [""]
+    found = [("", net)]
     for part in key.split(".") if key else ():
         span = _RANGE.fullmatch(part)
         names = [part] if span is None else [str(n) for n in range(int(span[1]), int(span[2]) + 1)]
         if not names:
-            raise ValueError(f"placement has {key!r}, and {part!r} is an empty range")
-        paths = [f"{path}.{name}" if path else name for path in paths for name in names]
-    for path in paths:
-        try:
-            net.get_submodule(path)
-        except AttributeError:
-            raise ValueError(f"placement has {key!r}, but the model has no module {path!r}") from None
-    return paths
+            raise ValueError(f"placement names {key!r}: the range {part!r} is empty, its first number is the larger one")
+        found = [_child(net, key, path, module, name) for path, module in found for name in names]
+    return [path for path, _ in found]
+
+
+def _child(net: nn.Module, key: str, path: str, module: nn.Module, name: str) -> tuple[str, nn.Module]:
+    child = dict(module.named_children()).get(name)
+    if child is None:
+        parts = ", ".join(repr(each) for each, _ in module.named_children()) or "(none)"
+        raise ValueError(
+            f"placement names part {key!r}, which {type(net).__name__} does not have: there is no {name!r} in "
+            f"{repr(path) if path else type(net).__name__}; its parts are {parts}"
+        )
+    return f"{path}.{name}" if path else name, child

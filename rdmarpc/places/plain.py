@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..transport import RdmaError
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -63,19 +65,23 @@ def decode(told: Any) -> Any:
 def dump_error(error: BaseException, position: int) -> bytes:
     """An error with the words' position at which it happened."""
     kind = type(error)
-    return dump((kind.__module__, kind.__qualname__, str(error), position))
+    if isinstance(error, RdmaError):
+        text, about = error.message, {"peer": error.peer, "device": error.device, "status": error.status, "hint": error.hint}
+    else:
+        text, about = str(error), {}
+    return dump((kind.__module__, kind.__qualname__, text, about, position))
 
 
 def load_error(blob: bytes) -> tuple[BaseException, int]:
     """The error again: of its class where that is one of Python's or torch's, else a ``RuntimeError`` with its text."""
-    module, name, text, position = loads(blob)
+    module, name, text, about, position = loads(blob)
     if module == "builtins" or module.partition(".")[0] in ("torch", "rdmarpc"):
         import importlib
 
         try:
             kind = getattr(importlib.import_module(module), name)
             if issubclass(kind, Exception):
-                return kind(text), position
+                return kind(text, **about), position
         except (ImportError, AttributeError, TypeError):
             pass
     return RuntimeError(f"{name}: {text}"), position

@@ -1,8 +1,8 @@
 """The caller's end of a command stream: what is posted to one device of one worker, in order, and the answers.
 
 Nothing waits but questions (``ask``), which a lock keeps in the order of the posts. What a question is about has been run when
-its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is freed by
-a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
+its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is
+freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def meta_of(geometry: Geometry) -> Meta:
 
 class Storage:
     """Memory at a worker that tensors here stand for; freed there when the last of them dies. ``copies``: what has been moved
-    elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it (parameters)."""
+    elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it
+    (parameters)."""
 
     __slots__ = ("__weakref__", "anchor", "copies", "name", "nbytes", "place", "stream")
 
@@ -175,8 +176,8 @@ class Stream:
         self._answers = channel.expect(notify)
         export = channel.device.export
         mine = (export(self._reply_memory), export(self._done_memory), notify)
-        opened = self._manage(runners.open_stream, agent.name, str(device), *mine)
-        self._ring = ring.RingWriter(channel, *opened, mirror, self._done_memory.data_ptr(), self.timeout)
+        remote, number = self._manage(runners.open_stream, agent.name, str(device), *mine)
+        self._ring = ring.RingWriter(channel, remote, number, mirror, self._done_memory.data_ptr(), self.timeout)
 
     def __repr__(self) -> str:
         return self.worker if self.device.type == "cpu" else f"{self.worker}/{self.device}"
@@ -250,6 +251,8 @@ class Stream:
         return "an operation that was posted long ago"
 
     def tell_state(self, state: tuple[Any, ...]) -> None:
+        if self.state and self.state[-1] is not state[-1]:  # the default dtype: results have other ones
+            self.forget_forms()
         self.post([ring.STATE, *ring.as_words(dump((*state[:-1], encode(state[-1]))))])
         self.state = state
 
@@ -258,6 +261,15 @@ class Stream:
             self.post([ring.META, meta.number, *ring.as_words(dump(meta.geometry.plain()))])
             self._metas.add(meta.number)
         return meta.number
+
+    def known_forms(self) -> int:
+        return sum(map(len, self.known.values()))
+
+    def forget_forms(self) -> None:
+        """Forget the forms of calls, here and at the worker."""
+        self.post([ring.FORGET])
+        for forms in self.known.values():
+            forms.clear()
 
     def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)

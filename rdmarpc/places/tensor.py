@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import mmap
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +35,7 @@ from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, known_operators, operator
 from .plain import decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
-from .worker import flags
+from .worker import flags, raw
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
@@ -42,7 +44,8 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
-_REMEMBERED = 1 << 18
+_REMEMBERED, _FORMS = 1 << 18, 1 << 15
+"""Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -59,10 +62,10 @@ class RemoteTensor(torch.Tensor):
     _offset: int
     _words: tuple[int, int]
     """The storage's name, and -1 for all of it as it was made, else the offset of a view (``_at``)."""
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         op = known_operators.get(func) or operator(func)
         return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
 
@@ -97,7 +100,7 @@ class RemoteTensor(torch.Tensor):
     def tolist(self) -> Any:
         return at_place(self.detach(), None).tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.no_grad():
             text = repr(at_place(self.detach(), None).requires_grad_(self.requires_grad and self.is_leaf))
         if self.grad_fn is not None:
@@ -181,7 +184,15 @@ class RemoteTensor(torch.Tensor):
         return RemoteStorage(self._handle)
 
     def data_ptr(self) -> int:
-        raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
+        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is written or
+        freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
+        handle, key = self._handle, ("address", self._meta, self._offset)
+        found = None if handle.copies is None else handle.copies.get(key)
+        if found is None:
+            found = ReadOnly(at_place(self.detach(), None).resolve_conj().resolve_neg())
+            assert handle.copies is not None
+            handle.copies[key] = found
+        return found.address
 
     def __dlpack__(self, **options: Any) -> Any:
         raise NotSupported(
@@ -196,6 +207,21 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+
+class ReadOnly:
+    """A copy of a tensor's bytes, from its first element to its last, in memory that cannot be written."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        blob = raw(tensor)
+        self._memory = mmap.mmap(-1, max(len(blob), 1))
+        self._memory[: len(blob)] = blob
+        # ctypes needs a writable buffer for the address, so the memory is protected afterwards.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        if protect(self.address, len(self._memory), mmap.PROT_READ):
+            raise OSError(ctypes.get_errno(), "mprotect")
 
 
 class RemoteStorage:
@@ -346,11 +372,10 @@ def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor])
     if tensor.layout is torch.sparse_coo:
         parts = aten._indices.default(tensor), aten._values.default(tensor)
         indices, values = (move(part) for part in parts)
-        found = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
             tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
             layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
         )  # fmt: skip
-        return found
     raise _no_layout(tensor.layout)
 
 
@@ -361,9 +386,8 @@ def _no_layout(layout: torch.layout) -> NotSupported:
 def _check_kind(tensor: torch.Tensor) -> None:
     if tensor.is_quantized or tensor.is_nested:
         raise NotSupported(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
 
 
 def bring_home(value: Any) -> Any:
@@ -377,9 +401,9 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
-_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad
-"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors only:
-it ran here."""
+_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors
+only: it ran here."""
 
 
 class _Running(threading.local):
@@ -464,8 +488,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -482,7 +506,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied back."""
+    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied
+    back."""
     written = op.operands_written(args, kwargs)
     place = _choose(tensors, written)
     _remember(place)
@@ -704,6 +729,8 @@ def _ask(
             known.kind, known.result = _ONE, results[0][1:]
         else:
             known.kind = _SEVERAL
+    if place.known_forms() >= _FORMS:
+        place.forget_forms()
     place.known[_grad()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
 
@@ -744,6 +771,8 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = (op.func, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
         known = _views.get(form)
         if known is None:
+            if len(_views) >= _FORMS:
+                _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
     if type(known) is list:
         return [_over(base, *each) for each in known]
@@ -778,7 +807,7 @@ def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refresh(tensor: RemoteTensor) -> None:
     """The tensor's geometry has changed here."""
-    meta, offset = meta_of(geometry(tensor)), tensor.storage_offset()
+    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
     if meta is not tensor._meta or offset != tensor._offset:
         tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
 
@@ -873,6 +902,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _data.__set__(tensor, value)
 
 
-# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the two
-# go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
-torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment, method-assign]
+# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
+# two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
+torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]

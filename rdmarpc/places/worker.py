@@ -15,13 +15,15 @@ SEND        name, at, meta, target, region, offset, shift: write it there and te
 FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
 CHECK       question: answered when all before it has been run
 RESET       the caller knows of the error: go on
+FORGET      all signatures
 STATE       length, text: flags of torch under which operations run
 LAST        the stream ends
 ==========  ==========================================================================================================
 
-Errors: one that happens in ASK is the answer, and nothing is changed but what the operator has changed. One in OPERATION is kept:
-nothing more is run, everything named from then on is *void*, and so is what is sent to other workers, whose streams then do the
-same. The next answer is the error; RESET, which the caller posts to all its streams, ends that state. What is void stays so.
+Errors: one that happens in ASK is the answer, and nothing is changed but what the operator has changed. One in OPERATION is
+kept: nothing more is run, everything named from then on is *void*, and so is what is sent to other workers, whose streams
+then do the same. The next answer is the error; RESET, which the caller posts to all its streams, ends that state. What is
+void stays so.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ class Runner:
         self._done_window = channel.window(RemoteRegion.load(done), self._done_memory, notify=notify + 1)
         number = channel.take_numbers(1)
         self.ring = ring.RingReader(channel, self._ring_memory, number)
-        self._run: dict[int, Callable[[list[int], int], int]] = {
+        self._run: dict[int, Callable[[list[int], int], None]] = {
             ring.OPERATION: self._operation,
             ring.ASK: self._ask,
             ring.FREE: self._free,
@@ -154,6 +156,7 @@ class Runner:
             ring.CHECK: self._check,
             ring.RESET: self._reset,
             ring.STATE: self._state,
+            ring.FORGET: self._forget,
         }
         self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
         self.thread.start()
@@ -301,6 +304,8 @@ class Runner:
             found = self.signatures[words[at]]
             result = self._call(found, words, at + 2)
             self._name(found, words[at + 1], result)
+        except _Voided as error:
+            self.void = error.void
         except BaseException as error:
             self._fail(error)
 
@@ -399,7 +404,8 @@ class Runner:
         """(name, tensor as it was made) of all operands that are not void."""
         found: list[tuple[int, torch.Tensor]] = []
 
-        def walk(kind: str, value: Any, at: int) -> int:
+        def walk(argument: tuple[str, Any], at: int) -> int:
+            kind, value = argument
             if kind == "w":
                 tensor = self.values.get(words[at])
                 if isinstance(tensor, torch.Tensor):
@@ -407,12 +413,12 @@ class Runner:
                 return at + 2
             if kind == "l":
                 for each in value:
-                    at = walk(*each, at)
+                    at = walk(each, at)
                 return at
             return at if kind == "c" else at + 1
 
-        for kind, value in (*signature.takes, *(each for _, each in signature.keywords)):
-            at = walk(kind, value, at)
+        for argument in (*signature.takes, *(each for _, each in signature.keywords)):
+            at = walk(argument, at)
         return found
 
     def _describe(self, signature: Signature, name: int, result: Any, operands: list[tuple[int, torch.Tensor]]) -> list[Any]:
@@ -433,7 +439,7 @@ class Runner:
             if each.layout is torch.strided:
                 storage = each.untyped_storage()
                 own = next((key for key, tensor in known if tensor.untyped_storage()._cdata == storage._cdata), name)
-                offset, nbytes = each.storage_offset(), storage.nbytes()
+                offset, nbytes = int(each.storage_offset()), storage.nbytes()
             else:
                 each = each.clone()  # it may hold on to operands' memory, which the caller would give to others
             if own == name:
@@ -465,6 +471,9 @@ class Runner:
     def _reset(self, words: list[int], at: int) -> None:
         self.void = None
 
+    def _forget(self, words: list[int], at: int) -> None:
+        self.signatures.clear()
+
     def _state(self, words: list[int], at: int) -> None:
         set_flags(load(words, at))
 
@@ -485,7 +494,7 @@ class Runner:
 
     def _land(self, words: list[int], at: int) -> None:
         name, meta, region, offset, shift = words[at : at + 5]
-        memory, buffer = self.regions[region]
+        buffer = self.regions[region][1]
         if region in self.sources:
             self._await(region)
             if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
@@ -609,7 +618,8 @@ class Landing:
         self.channel.notify(self.notify)
 
     def put(self, offset: int, shift: int, tensor: torch.Tensor) -> None:
-        """Write the numbers of a bare tensor, with its strides. They are there when anything that this thread sends later is."""
+        """Write the numbers of a bare tensor, with its strides. They are there when anything that this thread sends later
+        is."""
         nbytes = room(geometry(tensor), shift)[0]
         write_strided(self.channel, self.remote[offset : offset + nbytes], shift, tensor, self.mapped, offset)
 
@@ -623,8 +633,8 @@ def registered(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
 def write_strided(
     channel: Channel, remote: RemoteRegion, shift: int, tensor: torch.Tensor, mapped: Any, offset: int = 0
 ) -> None:
-    """Write a bare tensor to ``shift`` bytes behind the start of ``remote``, with its strides. ``mapped``: memory of the peer in
-    which ``remote`` begins at ``offset``, if it is mapped already."""
+    """Write a bare tensor to ``shift`` bytes behind the start of ``remote``, with its strides. ``mapped``: memory of the
+    peer in which ``remote`` begins at ``offset``, if it is mapped already."""
     if not tensor.numel():
         return
     if 0 in tensor.stride():  # elements that are one are written once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def wrap(
     runs where its tensors lie (``RemoteTensor``).
 
     ``placement`` maps paths of modules, at any depth, to workers (``worker``, ``worker/cuda:1``, ``rank:1``);
-    ``"layers.0-5"`` stands for ``layers.0`` to ``layers.5``, ``""`` for the whole model. Modules below a path go with it, unless
-    they have an entry of their own. What no entry covers stays here. Tensors that share memory move together, to where the
-    first of them goes. Parameters stay the objects that they are, with their gradients, hooks and attributes, so an optimizer
-    that has them keeps them.
+    ``"layers.0-5"`` stands for ``layers.0`` to ``layers.5``, ``""`` for the whole model. Modules below a path go with it,
+    unless they have an entry of their own. What no entry covers stays here. Tensors that share memory move together, to
+    where the first of them goes. Parameters stay the objects that they are, with their gradients, hooks and attributes, so
+    an optimizer that has them keeps them.
 
     A list of workers gives a part *replicas*: its batch is split among them like ``torch.chunk``, the parameters lie at the
     first and are copied to the others when they have changed, and the results are joined. It computes
@@ -95,6 +96,8 @@ class WrappedModel(nn.Module):
     _wrapped: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            raise NotSupported("torch.jit.trace cannot follow a model whose parts lie at workers", hint="trace a copy: close()")
         placed = self._placement
         placed.steps += 1
         if placed.first is not None:
@@ -108,17 +111,18 @@ class WrappedModel(nn.Module):
         *args: Any,
         target: Any = None,
         chunks: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = "gpipe",
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of one batch in ``chunks`` micro-batches; see ``batches.forward_backward``."""
         placed = self._placement
-        with placed.first.whole(args, kwargs):
-            return forward_backward(self, loss_fn, args, kwargs, target, placed.chunks if chunks is None else chunks, schedule)
+        with nullcontext() if placed.first is None else placed.first.whole(args, kwargs):
+            count = placed.chunks if chunks is None else chunks
+            return forward_backward(self, loss_fn, args, kwargs, target, count, schedule, len(placed.workers))
 
     def transfers(self) -> list[Transfers]:
-        """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or without
-        grad), the last used one last. What is seen are the first two steps with each of the first eight forms
+        """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or
+        without grad), the last used one last. What is seen are the first two steps with each of the first eight forms
         (``recording`` shows any other). Entries have ``save`` and ``draw``, and print as tables."""
         return [] if self._placement.first is None else self._placement.first.transfers()
 
@@ -127,17 +131,19 @@ class WrappedModel(nn.Module):
         return "\n\n".join(found.table() for found in self.transfers())
 
     def replace(self, lost: str, successor: str) -> dict[str, Any]:
-        """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded: models,
-        optimizers and generators, so that training goes on as after that checkpoint. Returns the state of that call, with its
-        plain data as they were saved. ``ValueError`` for workers that are not in the group or have no part, ``NotSupported``
-        where there was no checkpoint."""
+        """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
+        models, optimizers and generators, so that training goes on as after that checkpoint. Returns the state of that call,
+        with its plain data as they were saved. ``ValueError`` for workers that are not in the group or have no part,
+        ``NotSupported`` where there was no checkpoint."""
         placed, agent = self._placement, _agent.current()
         if placed.saved is None:
             raise NotSupported(
                 "there is no checkpoint of this model", hint="call rdmarpc.save_checkpoint() in the training loop"
             )
-        if lost not in placed.workers or successor not in agent.worker_names():
-            raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one of this group")
+        if lost not in placed.workers or (successor != lost and successor in placed.workers):
+            raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one without")
+        if successor not in agent.worker_names():
+            raise ValueError(f"worker {successor!r} is not in this group")
         state, folder = placed.saved
         for tensor in {id(t): t for t in (*self.parameters(), *self.buffers())}.values():
             if type(tensor) is RemoteTensor and tensor._handle.stream.worker == lost:
@@ -171,9 +177,10 @@ class WrappedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
-        _, args, *rest = super().__reduce_ex__(protocol)
-        rest[0] = {name: value for name, value in rest[0].items() if name != "_placement"}
-        return _made, (self._wrapped, *args[1:]), *rest
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, args, state, *rest = reduced
+        state = {name: value for name, value in state.items() if name != "_placement"}
+        return _made, (self._wrapped, *args[1:]), state, *rest
 
 
 def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
@@ -222,7 +229,7 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
 
 def replicate(module: nn.Module, places: list[Where]) -> None:
     """Have a module's forward split its batch among places."""
-    module.forward = Replicas(module.forward, places)  # type: ignore[method-assign]
+    module.forward = Replicas(module.forward, places)
 
 
 def come_home(net: nn.Module) -> None:
@@ -300,20 +307,42 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
             groups[-1].append((tensor, where))
         else:
             groups.append([(tensor, where)])
-        end = max(end, start + geometry(tensor).span * tensor.itemsize)
+        end = max(end, int(start) + geometry(tensor).span * tensor.itemsize)
     return groups
 
 
 def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Move tensors that overlap to a place; these very objects lie there then. Each goes into ``done``, with what it was."""
     if len(tensors) == 1 or tensors[0].layout is not torch.strided:
-        copies = [at_place(tensor.detach(), place) for tensor in tensors]
+        copies: list[Any] = [at_place(tensor.detach(), place) for tensor in tensors]
     else:
-        whole = at_place(torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()), place)
-        copies = [wrapper(whole._handle, meta_of(geometry(t)), t.storage_offset(), t.storage_offset()) for t in tensors]
+        whole: Any = at_place(torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()), place)
+        offsets = [int(tensor.storage_offset()) for tensor in tensors]
+        copies = [wrapper(whole._handle, meta_of(geometry(t)), at, at) for t, at in zip(tensors, offsets)]
     for tensor, copy in zip(tensors, copies):
         copy._handle.anchor = True
         done.append((tensor, exchange(tensor, copy)))
+
+
+def _check_free(tensor: torch.Tensor) -> None:
+    """``NotSupported`` if C++ refers to the tensor. A graph's node that only adds up its gradient may: if that graph still has a
+    backward, it ends in an error, as after ``torch.utils.swap_tensors``."""
+    users = tensor._use_count() - 1  # type: ignore[attr-defined]
+    node = torch.autograd.graph.get_gradient_edge(tensor).node if users == 1 and tensor.requires_grad else None
+    if users and (node is None or tensor._use_count() != 2):  # type: ignore[attr-defined]
+        raise NotSupported(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be moved: something in C++ refers to it",
+            hint="wrap a model while no graph of an earlier forward is kept",
+        )
+    if node is not None:
+        node.register_prehook(_of_an_earlier_place)
+
+
+def _of_an_earlier_place(grads: Any) -> None:
+    raise NotSupported(
+        "a backward of a forward that ran before its parameters were moved: they are not there any more",
+        hint="call wrap, replace and close between a backward and the next forward",
+    )
 
 
 def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -324,16 +353,10 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         made = found.requires_grad_(tensor.requires_grad)
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
+    _check_free(tensor)
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None
-    try:
-        torch._C._swap_tensor_impl(tensor, made)
-    except RuntimeError as error:
-        tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks = gradient, hooks, after
-        raise NotSupported(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be moved: {error}",
-            hint="wrap a model while no graph of an earlier forward is kept",
-        ) from error
+    tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    torch._C._swap_tensor_impl(tensor, made)
     tensor.__class__, made.__class__ = made.__class__, tensor.__class__
     tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     if gradient is not None:

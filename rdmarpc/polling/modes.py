@@ -25,7 +25,7 @@ def check_real() -> None:
     if _native._is_tracing():
         raise NotSupported(
             "a call within torch.jit.trace: it is no part of the trace, which would have its result as a constant",
-            hint="trace what is before and behind the call, or put it into a function with torch.jit.ignore and use torch.jit.script",
+            hint="trace what is before and behind it, or torch.jit.script it, the call in a function with torch.jit.ignore",
         )
     if _native._len_torch_dispatch_stack() and _native._get_dispatch_mode(_FAKE) is not None:
         raise NotSupported(

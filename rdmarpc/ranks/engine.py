@@ -104,7 +104,7 @@ class Engine:
                     raise self._mismatch(streams.at_fault())
                 self._look(status == CLOSED)
             if plan.changes:
-                streams.grow(plan, self.limit, self._look)
+                streams.grow(plan, self.limit, lambda: self._look(False))
                 self._plans.clear()
                 self._exchanges.clear()
 

@@ -9,11 +9,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from ..errors import NotSupported
 
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # reserved for documentation
+_AF_PACKET = 17
+_FIELDS = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24), _AF_PACKET: slice(12, 18)}
+"""Where the address lies in a ``sockaddr`` of each family."""
 _LOOPBACK = "127.0.0.1", "::1"
 _VARIABLES = "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -32,7 +36,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _records() -> Iterator[tuple[str, int, str]]:
-    """Name, flags and address of each interface, once for each address that is of use to others or to this host."""
+    """Name, flags and IP address of each interface, once for each address."""
+    for name, flags, family, raw in _raw_records():
+        if family in _SOMEWHERE:
+            yield name, flags, socket.inet_ntop(family, raw)
+
+
+def _raw_records() -> Iterator[tuple[str, int, int, bytes]]:
+    """As ``_records``, with the family of the address, and of all that there are."""
     first = ctypes.POINTER(_Record)()
     if _libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "getifaddrs")
@@ -42,9 +53,8 @@ def _records() -> Iterator[tuple[str, int, str]]:
             record, at = at.contents, at.contents.next
             raw = bytes(record.address.contents) if record.address else b"\0\0"
             family = int.from_bytes(raw[:2], sys.byteorder)
-            if family in _SOMEWHERE:
-                where = raw[4:8] if family == socket.AF_INET else raw[8:24]
-                yield record.name.decode(), record.flags, socket.inet_ntop(family, where)
+            if family in _FIELDS:
+                yield record.name.decode(), record.flags, family, raw[_FIELDS[family]]
     finally:
         _libc.freeifaddrs(first)
 
@@ -88,8 +98,8 @@ def where_to_listen(family: int = socket.AF_UNSPEC) -> tuple[str, str]:
     """The address at which other hosts reach this one, and how it was found; that text begins with ``?`` if it was a guess.
 
     It is that of the interface named by a variable by which programs choose one for torch's other backends (``NotSupported`` if
-    there is no such interface); else the one on the way to the job's first host (``MASTER_ADDR``); else that of the default route,
-    IPv4 before IPv6. Without such a route, as in the network of a cluster that leads nowhere else, the address of an interface
+    there is no such interface); else the one on the way to the job's first host (``MASTER_ADDR``); else that of the default
+    route, IPv4 before IPv6. Without such a route, as in the network of a cluster that leads nowhere else, that of an interface
     that has one and is up; else loopback."""
     return _chosen_by_variable() or _routed(family)
 
@@ -112,7 +122,7 @@ def _chosen_by_variable() -> tuple[str, str] | None:
 
 
 def _named(text: str, name: str, variable: str) -> bool:
-    """Whether a variable names an interface. NCCL's takes beginnings of names, ``=`` for whole ones, and ``^`` for all others."""
+    """Whether a variable names an interface. NCCL's has beginnings of names, ``=`` for whole ones, ``^`` for all others."""
     if not variable.startswith("NCCL"):
         return name in text.split(",")
     others, text = text.startswith("^"), text.removeprefix("^")
@@ -148,6 +158,18 @@ def loopback() -> str:
     """The loopback address that this host has: IPv4's, unless it has IPv6 alone."""
     there = {address for _, _, address in _records()}
     return next((address for address in _LOOPBACK if address in there), _LOOPBACK[0])
+
+
+def kernel_and_network() -> str:
+    """A text that two processes have in common if they share a kernel and a network namespace, and no others. Where a sandbox
+    hides the files that say so, it is made of the name of the host and of the hardware addresses of the namespace: processes
+    that see these files, and such that do not, count as two hosts then."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        cards = sorted(raw.hex() for name, _, family, raw in _raw_records() if family == _AF_PACKET and any(raw))
+        return f"{socket.gethostname()}/{cards[0] if cards else ''}"
 
 
 def split_place(place: str) -> tuple[str, int]:

@@ -66,7 +66,7 @@ def test_one_tensor_for_three_workers():
     ]
     assert [c.target for c in found.writes(found.crossings[1])] == ["w2", "w3", "w4"]
     assert found.nbytes == 2 * 120 + 4 * 160 and found.steps == 1
-    assert found.workers[1] == WorkerRecord("w1", 100, 400, 480, 160 * 3, ("stem.0", "stem.1"))
+    assert found.workers[1] == WorkerRecord("w1", 100, 400, 480, 160 * 2, ("stem.0", "stem.1"))
     assert found.workers[0] == WorkerRecord("me", 8, 0, 240, 0, ())
     text = str(found)
     assert "6 edges, 880 bytes cross in a training step, 120 of them again" in text and "input (again)" in text

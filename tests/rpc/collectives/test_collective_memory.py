@@ -156,7 +156,7 @@ def _dropped(meeting: Meeting) -> int:
                 raise ZeroDivisionError
             assert not c10d._world.pg_coalesce_state
             dist.all_reduce(large(), async_op=True)  # is not collected
-            assert dist.group.WORLD._collected.works is None
+            assert dist.group.WORLD.collected.works is None
     dist.barrier()
 
     def alive() -> int:

@@ -124,9 +124,9 @@ def own_picklers(rank):
                     assert torch.equal(rpc.rpc_sync(THERE, torch.add, (x, 1)), x + 1)
                 with pytest.raises(ValueError, match="by hand"):
                     rpc.rpc_sync(THERE, fails, ("by hand",))
-                with pytest.raises(RuntimeError, match="must return a torch.futures.Future object, but got <class 'int'>"):
+                with pytest.raises(RuntimeError, match=r"must return a torch.futures.Future object, but got <class 'int'>"):
                     rpc.rpc_sync(THERE, never_later, (1,))
-                with pytest.raises(RuntimeError, match="Can not pickle torch.futures.Future"):
+                with pytest.raises(RuntimeError, match=r"Can not pickle torch.futures.Future"):
                     rpc.rpc_sync(THERE, a_future, (1,))
                 module = rpc.nn.RemoteModule(THERE, Net, ((lambda x: x * 5) if by_value else double,))
                 assert module(torch.ones(2)).sum() == (10 if by_value else 4)

@@ -1,5 +1,4 @@
-"""Random numbers of a wrapped model: a seed repeats a run; ``rng="caller"`` gives the numbers of one process; what draws here
-draws from the generator here."""
+"""Random numbers of a wrapped model are drawn from the generator of this process, in the order of one process."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def of_one_process(kind: str) -> None:
         net.head[1].weight.data.normal_(generator=source)
         yield net.eval()(DATA[0][0]), torch.get_rng_state()
 
-    beside(program, lambda: Noisy(kind), {"one": "worker1", "two": "worker2", "head": "worker1"}, rng="caller")
+    beside(program, lambda: Noisy(kind), {"one": "worker1", "two": "worker2", "head": "worker1"})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -321,7 +321,6 @@ def bad() -> None:
         ({"blocks.0-1": "worker1", "blocks.1": "worker2"}, r"two entries for 'blocks.1'"),
         ({"a": "worker1/nonsense"}, "placement puts 'a' on"),
         ({"a": ["worker1", "worker1"]}, "each once"),
-        ({"a": ["worker1", "worker2"], "blocks": ["worker1", "worker2", "worker0"]}, "same number"),
         ({"a": ["worker1", "worker9"]}, "worker9"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -405,15 +404,18 @@ def test_placements_at_any_depth(drive):
 
 
 def transformers_fast_path() -> None:
-    """Attention in eval: where one process takes torch's fast path, the numbers are those."""
+    """Attention in eval: where one process takes torch's fast path, the numbers are those; with nested tensors it is refused."""
     model, twin = both(lambda: nn.TransformerEncoder(_layer(), 3), {"layers.0": "worker1", "layers.1": "worker2"})
     model.eval(), twin.eval()
     x = torch.randn(4, 10, 32)
     mask = torch.arange(10)[None] >= torch.tensor([10, 6, 10, 3])[:, None]
     for given in ({}, {"src_key_padding_mask": mask}):
         with torch.no_grad():
-            ours, theirs = model(x, **given), twin(x, **given)
-        torch.testing.assert_close(home(ours), home(theirs))
+            if given:
+                with pytest.raises(rpc.NotSupported, match="nested"):
+                    model(x, **given)
+            else:
+                torch.testing.assert_close(home(model(x)), home(twin(x)))
         assert_same(model(x, **given), twin(x, **given))  # with gradients: the general path in both
 
 

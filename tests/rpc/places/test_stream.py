@@ -1,0 +1,193 @@
+"""The command stream: bounded tables, places that are used again, errors that come late, packed sequences, who uses memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from standing_group import StandingGroup
+from torch import nn
+
+import rdmarpc as rpc
+from rdmarpc.places import at_place, streams, tensor
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[StandingGroup]:
+    found = StandingGroup(3)
+    yield found
+    found.end()
+
+
+def home(found: torch.Tensor) -> torch.Tensor:
+    return at_place(found.detach(), None)
+
+
+def ever_new_shapes() -> None:
+    place = rpc.device("worker1")
+    x = torch.randn(50, 50)
+    there, before = x.to(place), tensor._FORMS
+    tensor._FORMS = 20
+    try:
+        for k in range(1, 40):
+            found = (there[:k].sum(0) + torch.full((50,), float(k), device=place)).relu()
+            assert torch.equal(home(found), (x[:k].sum(0) + float(k)).relu()), k
+            assert len(tensor._views) <= 20
+            assert all(stream.known_forms() <= 20 for stream in streams())
+    finally:
+        tensor._FORMS = before
+
+
+def test_forms_are_forgotten(group):
+    group.run(ever_new_shapes)
+
+
+def much_memory() -> None:
+    """Far more crosses than the regions hold, in every direction, while earlier tensors live."""
+    one, two = rpc.device("worker1"), rpc.device("worker2")
+    kept = torch.randn(100, 1000)
+    held = kept.to(one)
+    for turn in range(60):
+        x = torch.randn(500, 1000)  # 2 MB
+        found = x.to(one) * 2
+        crossed = found.to(two) + 1
+        assert torch.equal(crossed.cpu(), x * 2 + 1), turn
+    assert torch.equal(held.cpu(), kept)
+    assert sum(region.nbytes for stream in streams() for regions in stream._regions.values() for region in regions) < 200 << 20
+
+
+def test_places_are_used_again(group):
+    group.run(much_memory)
+
+
+def embedded(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return F.embedding(index, table)
+
+
+def late() -> None:
+    one, two = rpc.device("worker1"), rpc.device("worker2")
+    table, other = torch.randn(5, 3), torch.ones(3, 3)
+    there, elsewhere = table.to(one), other.to(two)
+    good, bad = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 30])
+    expected = (embedded(table, good) + other).sum().item()
+    for _ in range(3):
+        assert (embedded(there, good.to(one)) + elsewhere).sum().item() == expected
+        wrong = embedded(there, bad.to(one))  # nothing waits
+        with pytest.raises(IndexError, match="index out of range") as found:
+            (wrong + elsewhere).sum().item()
+        if hasattr(found.value, "__notes__"):
+            assert "worker1" in found.value.__notes__[0] and "in embedded" in found.value.__notes__[0]
+        with pytest.raises(rpc.RdmaError, match="not computed"):
+            wrong.sum().item()
+
+
+def test_an_error_comes_late_and_names_its_line(group):
+    group.run(late)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell = nn.Linear(4, 6), nn.GRU(6, 5, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(torch.tanh(self.first(x)), lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], batch_first=True)[0]
+
+
+def packed(placement: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    alone = Packed()
+    placed = rpc.wrap(copy.deepcopy(alone), placement)
+    for lengths in ([4, 3, 1], [4, 4, 2], [3, 2, 2]):
+        x = torch.randn(3, 4, 4)
+        for net in (alone, placed):
+            net.zero_grad()
+            net(x, torch.tensor(lengths)).pow(2).sum().backward()
+        assert all(torch.equal(a.grad, home(b.grad)) for a, b in zip(alone.parameters(), placed.parameters()))
+
+
+@pytest.mark.parametrize(
+    "placement", [{"first": "worker1"}, {"cell": "worker1"}, {"": "worker1"}, {"first": "worker1", "cell": "worker2"}]
+)
+def test_packed_sequences(group, placement):
+    group.run(packed, placement)
+
+
+def others_use_it() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    view = net[1].weight.view(-1)
+    with pytest.raises(rpc.NotSupported, match="used by 1 tensors outside"):
+        rpc.wrap(net, {"0": "worker1", "1": "worker2"})
+    assert all(type(p) is nn.Parameter for p in net.parameters()), "nothing has moved"
+    del view
+    loss = net(torch.randn(2, 4, requires_grad=True)).sum()
+    with pytest.raises(rpc.NotSupported):  # the graph has saved a weight
+        rpc.wrap(net, {"0": "worker1"})
+    del loss
+    loss = net[0](torch.randn(2, 4)).sum()
+    placed = rpc.wrap(net, {"0": "worker1", "1": "worker2"})
+    with pytest.raises(rpc.NotSupported, match="before its parameters were moved"):
+        loss.backward()
+    x = torch.randn(2, 4)
+    expected = home(placed(x))
+    part = placed[1:]
+    assert torch.equal(home(part(placed[0](x))), expected)
+    again = pickle.loads(pickle.dumps(placed))
+    assert type(again) is nn.Sequential and type(again[0].weight) is nn.Parameter and torch.equal(again(x), expected)
+
+
+def test_memory_that_others_use_is_not_left_behind(group):
+    group.run(others_use_it)
+
+
+def flags() -> None:
+    place = rpc.device("worker1")
+    there = torch.tensor([1, 2]).to(place)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (there / 3).dtype is torch.float64 and torch.equal(home(there / 3), torch.tensor([1, 2]) / 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (there / 3).dtype is torch.float32
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="deterministic"):
+            F.interpolate(torch.ones(1, 1, 4, 4, device=place), size=(2, 2), mode="bicubic").sum().item()
+            torch.ones(4, device=place).put_(torch.tensor([0], device=place), torch.tensor([1.0], device=place))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_flags_of_the_caller_hold_there(group):
+    group.run(flags)
+
+
+def several_threads() -> None:
+    """Crossings of several threads in both directions, and questions, on the same streams."""
+    one, two = rpc.device("worker1"), rpc.device("worker2")
+    wrong: list[int] = []
+
+    def run(seed: int) -> None:
+        dice = torch.Generator().manual_seed(seed)
+        for turn in range(25):
+            x = torch.randn(40, 40, generator=dice)
+            found = (x.to(one) @ x.to(one)).to(two) + x.to(two).to(one).to(two)
+            if not torch.equal(found.cpu(), x @ x + x):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_threads_share_streams(group):
+    group.run(several_threads)
