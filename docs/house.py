@@ -26,15 +26,14 @@ STOREYS = [
         [
             [("cli/", "the command: run, doctor, bench, graph, timeline")],
             [
-                ("wrapped/", "one model at several workers"),
                 ("served/", "parameters at servers"),
                 ("optim/", "distributed optimizer"),
+                ("standing_in/", "under torch's names, in all libraries"),
             ],
-            [("fetched/", "a model's forward here, over copies of its parts")],
-            [("standing_in/", "under torch's names, in all libraries"), ("parts/", "stand here for parts elsewhere")],
             [("api, autograd, nn, ...", "torch's names")],
             [("observe/", "counters, timeline, explain")],
             [("collectives/", "a backend of torch.distributed: calls in order"), ("ranks/", "a process group's lanes")],
+            [("places/", "tensors that lie at workers, a command stream to each; wrap")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],
             [("references/", "values that stay, handles that travel")],
             [("gradients/", "contexts and backward passes over calls")],
@@ -46,17 +45,11 @@ STOREYS = [
     ),
     (
         "graph/",
-        ["what moves:", "which tensors cross,", "where they land"],
+        ["what moves:", "which tensors cross"],
         ("#e8eff7", "#c3d6ea"),
         [
-            [("caller/", "the process that called wrap"), ("servers/", "parameter servers")],
-            [("work/", "the owner of a part: runs it when inputs have landed")],
-            [("edges/", "slots, one poller"), ("schedules/", "micro-batches' order"), ("show/", "a plan for people")],
-            [("outlets/", "prepared writes into slots")],
-            [("plan/", "segments, edges and slots, before the step")],
-            [("trace/", "the forward as operations without data")],
-            [("opaque/", "calls that a trace cannot look into")],
-            [("wire/", "the bytes in front of and inside a slot"), ("guards/", "what a forward reads from Python")],
+            [("show/", "what crosses, as tables and pictures")],
+            [("fragments/", "what was posted, as a data-flow graph"), ("servers/", "parameter servers")],
         ],
     ),
     (

@@ -31,9 +31,9 @@ SHOWN = {
     "rdmarpc.timeline": ["record"],
 }
 """Public names of modules without ``__all__``."""
-OPENED = {"rdmarpc": {"WrappedModel": ["wrap"], "ServedModel": ["serve"], "Prepared": ["wrap", "prepare"]}}
+OPENED = {"rdmarpc": {"WrappedModel": ["wrap"], "ServedModel": ["serve"]}}
 """Classes that nobody imports, each with the function, or the method of what a function returns, that returns it."""
-NOT_MADE = ["Expectation", "Poller", "Region", "Work"]
+NOT_MADE = ["Expectation", "Poller", "Region", "RemoteTensor", "Work"]
 """Classes whose constructors are not for users."""
 CLOSED = ["AutoDevice", "ShmDevice", "TcpDevice"]
 """Classes that do what a base class on the page says."""

@@ -1,7 +1,7 @@
 """A worker is killed in the middle of training. Another one takes its place, from the last checkpoint, and the losses are
 those of a training that nobody disturbed, bit for bit.
 
-Each worker writes its own part of the checkpoint, in the format of ``torch.distributed.checkpoint``.
+The checkpoint has the format of ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def owner(rank: int, meeting: str) -> None:
 def train(folder: str, killed: int | None) -> list[float]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(16, 64), nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64)), nn.Linear(64, 4))
-    model = rpc.wrap(net, {"0": "worker1", "1": "worker2"}, timeout=30.0)
+    model = rpc.wrap(net, {"0": "worker1", "1": "worker2"})
     state = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01), "step": 0}
     if killed is None:
         rpc.save_checkpoint(state, f"{folder}/start")
@@ -61,12 +61,12 @@ def train(folder: str, killed: int | None) -> list[float]:
             state["optimizer"].zero_grad()
             loss.backward()
             state["optimizer"].step()
+            losses.append(loss.item())
         except rpc.PeerLost as error:
             state = model.replace(error.peer, "worker3")
             print(f"step {number}: {error.peer} is lost, worker3 goes on from step {state['step']}")
             del losses[state["step"] :]
             continue
-        losses.append(loss.item())
         state["step"] = number + 1
         if state["step"] % EVERY == 0:
             rpc.save_checkpoint(state, f"{folder}/last")

@@ -70,7 +70,7 @@ class Worker:
 
     def train(self, folder: str) -> tuple[list[float], list[str]]:
         """The losses, and which workers were lost."""
-        model = rpc.wrap(network(), {"2": "worker1"}, timeout=30.0)
+        model = rpc.wrap(network(), {"2": "worker1"})
         state = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01), "step": 0}
         losses: list[float] = []
         lost: list[str] = []

@@ -2,7 +2,6 @@
 
     python -m experiments.bench_pipeline
     python -m experiments.bench_pipeline --workers 2 3 --size 64 --batch 16 --device tcp
-    python -m experiments.bench_pipeline --parts        # and how many Python instructions each part of a step takes here
 
 Part k of a chain of small layers is at worker k, the first part and the loss are at worker 0, which drives. *Step* is zeroing,
 forward, loss, backward and optimizer; *computation* what the same layers take in the same processes in the same order with
@@ -26,11 +25,8 @@ from torch import Tensor, nn
 
 from .harness.floor import Floor
 from .harness.processes import Group, Launcher, run_job
-from .pipelines import parts
 
 NAMES = ("step", "forward_backward")
-PARTS_STEPS = 20
-"""Of which the mean is taken; each takes milliseconds."""
 
 
 def work(count: int, rank: int, job: dict[str, Any], launcher: Launcher) -> None:
@@ -64,13 +60,16 @@ def measure(rpc: Any, count: int, job: dict[str, Any], launcher: Launcher) -> No
 
     def step() -> None:
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
         optimizer.step()
+        loss.item()
 
     def forward_backward() -> None:
         optimizer.zero_grad()
-        model.forward_backward(F.mse_loss, x, target=y)
+        loss = model.forward_backward(F.mse_loss, x, target=y)
         optimizer.step()
+        loss.item()
 
     steps: dict[str, Callable[[], None]] = {"step": step, "forward_backward": forward_backward}
     apart = partial(computation, rpc, count, size, batch, y)
@@ -89,18 +88,6 @@ def measure(rpc: Any, count: int, job: dict[str, Any], launcher: Launcher) -> No
         copy = timed(partial(floor.copy, batch * size * 4, 100), 20) / 100
         numbers["floor"] = 2 * count * (flag + copy)
         launcher.tell(("round", numbers))
-    if job["parts"]:
-        alone_net = nn.Sequential(*(part(size) for _ in range(count)))
-        alone_optimizer = torch.optim.SGD(alone_net.parameters(), 1e-3)
-
-        def one_process() -> None:
-            alone_optimizer.zero_grad()
-            F.mse_loss(alone_net(x), y).backward()
-            alone_optimizer.step()
-
-        one_process()
-        for name, run in (("wrapped", step), ("one process", one_process)):
-            launcher.tell(("parts", name, parts.count(run, PARTS_STEPS)[0]))
 
 
 def quantile(values: list[int], at: float) -> float:
@@ -164,29 +151,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="in a round")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the times of a round; below 0.5 on a busy machine")
     parser.add_argument("--device", default="shm")
-    parser.add_argument("--parts", action="store_true", help="count the Python instructions of each part of a step")
     job = vars(parser.parse_args())
     print(f"{'workers':>7} {'':18}{'us':>8}{'computation':>13}{'floor':>8}{'overhead a worker':>19}{'best round':>12}")
     for count in job["workers"]:
         rounds: list[dict[str, float]] = []
-        counted: dict[str, dict[str, float]] = {}
         links = multiprocessing.get_context("spawn").Pipe()
         with tempfile.TemporaryDirectory() as folder:
             group = Group(f"chain of {count}", partial(work, count), count)
             here = job | {"meeting_place": folder, "links": links}
-            run_job([group], here, partial(note, rounds, counted), 600)
+            run_job([group], here, partial(note, rounds), 600)
         for link in links:
             link.close()
         show(count, rounds)
-        if counted:
-            show_parts(count, counted)
 
 
-def note(rounds: list[dict[str, float]], counted: dict[str, dict[str, float]], group: str, event: tuple[Any, ...]) -> None:
-    if event[0] == "round":
-        rounds.append(event[1])
-    else:
-        counted[event[1]] = event[2]
+def note(rounds: list[dict[str, float]], group: str, event: tuple[Any, ...]) -> None:
+    rounds.append(event[1])
 
 
 def show(count: int, rounds: list[dict[str, float]]) -> None:
@@ -198,13 +178,6 @@ def show(count: int, rounds: list[dict[str, float]]) -> None:
             f"{statistics.median(above):19.1f}{min(above):12.1f}",
             flush=True,
         )
-
-
-def show_parts(count: int, counted: dict[str, dict[str, float]]) -> None:
-    print(f"Python instructions of a step at the caller, {count} workers{'':6}" + "".join(f"{name:>14}" for name in counted))
-    for part_name in (*parts.PARTS, parts.REST):
-        print(f"  {part_name:52}" + "".join(f"{found[part_name]:14.0f}" for found in counted.values()))
-    print(f"  {'all':52}" + "".join(f"{sum(found.values()):14.0f}" for found in counted.values()), flush=True)
 
 
 if __name__ == "__main__":

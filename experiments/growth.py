@@ -152,7 +152,7 @@ class Total(nn.Module):
 
 
 def edges(rpc: Any, size: int, rounds: int) -> dict[str, list[float]]:
-    """Steps of a wrapped model; the first one sets its plan up."""
+    """Steps of a wrapped model."""
     model = rpc.wrap(Fan(size), {"total": "worker1"})
     x = torch.ones(WIDTH)
     figures = repeated(lambda: model(x).backward(), rounds, partial(both_mib, rpc))

@@ -1,5 +1,5 @@
 """How long a batch in micro-batches takes in each order, beside torch.distributed.pipelining over gloo and beside the
-schedule's length, and where the time of ours goes.
+schedule's length.
 
     python -m experiments.schedules
     python -m experiments.schedules workers='[2]' rounds=2   # everything in conf/schedules.yaml can be overridden
@@ -30,20 +30,20 @@ CONF = apps.CONF
 def main(cfg: DictConfig) -> None:
     """One run."""
     from .harness.findings import of_rich
-    from .pipelines.report import print_tables, summary, tables_of, where
+    from .pipelines.report import print_tables, summary, tables_of
 
     job = checked(cfg)
-    told: dict[str, list[dict[str, Any]]] = {"measured": [], "parts": []}
+    told: dict[str, list[dict[str, Any]]] = {"measured": []}
     with apps.ending():
         for count in job["workers"]:
             print(f"{count} workers", file=sys.stderr, flush=True)
             with apps.meeting(apps.run_folder()) as place:
                 here = job | place | {"count": count}
                 run_job(groups(here), here, partial(note, told, count), job["timeout_s"])
-    rows, ways = summary(told["measured"], job), where(told["parts"])
-    result = {"rows": rows, "where": ways, **told, "config": job, "versions": versions()}
-    result["tables"] = [of_rich(table, note) for table, note in tables_of(rows, ways)]
-    apps.write_and_show("schedules", result, job, lambda: print_tables(rows, ways))
+    rows = summary(told["measured"], job)
+    result = {"rows": rows, **told, "config": job, "versions": versions()}
+    result["tables"] = [of_rich(table, note) for table, note in tables_of(rows)]
+    apps.write_and_show("schedules", result, job, lambda: print_tables(rows))
 
 
 def groups(job: dict[str, Any]) -> list[Group]:
@@ -64,7 +64,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     job = apps.plain(cfg)
     apps.device(job)
     apps.numbers(job, 2, "workers")
-    apps.at_least_one(job, "rounds", "watched", "chunks_a_worker")
+    apps.at_least_one(job, "rounds", "chunks_a_worker")
     job["cases"] = {name: case for name, case in job["cases"].items() if case}
     for case in job["cases"].values():
         apps.at_least_one(case, "width", "samples", "steps")

@@ -35,6 +35,12 @@ _HOMES = {
     "message.permits": ("NotAllowed",),
     "observe.debug": ("counters", "debug_info", "explain"),
     "options": ("BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions"),
+    "places.balance": ("auto_placement",),
+    "places.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "places.devices": ("device",),
+    "places.recording": ("recording",),
+    "places.tensor": ("RemoteTensor",),
+    "places.wrap": ("wrap",),
     "references.handle": ("RRef",),
     "served.model": ("serve",),
     "standing_in.install": ("install",),
@@ -49,14 +55,19 @@ _HOMES = {
         "TlsOptions",
         "TransferTimeout",
     ),
-    "wrapped.balance": ("auto_placement",),
-    "wrapped.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "wrapped.model": ("wrap",),
     **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ()),
 }
 """Modules, and the names that are theirs. A module is a name itself."""
-_LATE = ("served.model", "wrapped.balance", "wrapped.checkpoint", "wrapped.model")
-"""Wrapping and serving models needs all of ``graph``; a program that only calls need not wait for it."""
+_LATE = (
+    "served.model",
+    "places.balance",
+    "places.checkpoint",
+    "places.devices",
+    "places.recording",
+    "places.tensor",
+    "places.wrap",
+)
+"""A program that only calls need not wait for what wraps and serves models."""
 
 if TYPE_CHECKING:
     from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
@@ -79,6 +90,12 @@ if TYPE_CHECKING:
     from .message.permits import NotAllowed
     from .observe.debug import counters, debug_info, explain
     from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+    from .places.balance import auto_placement
+    from .places.checkpoint import load_checkpoint, save_checkpoint
+    from .places.devices import device
+    from .places.recording import recording
+    from .places.tensor import RemoteTensor
+    from .places.wrap import wrap
     from .references.handle import RRef
     from .served.model import serve
     from .standing_in.install import install
@@ -93,9 +110,6 @@ if TYPE_CHECKING:
         TlsOptions,
         TransferTimeout,
     )
-    from .wrapped.balance import auto_placement
-    from .wrapped.checkpoint import load_checkpoint, save_checkpoint
-    from .wrapped.model import wrap
 
 __all__ = [
     "ArenaFull",
@@ -108,6 +122,7 @@ __all__ = [
     "RdmaError",
     "RegistrationError",
     "RemoteAccessError",
+    "RemoteTensor",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "TlsOptions",
@@ -124,6 +139,7 @@ __all__ = [
     "constants",
     "counters",
     "debug_info",
+    "device",
     "explain",
     "functions",
     "get_rpc_timeout",
@@ -136,6 +152,7 @@ __all__ = [
     "nn",
     "optim",
     "profiling",
+    "recording",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -7,17 +7,19 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from numbers import Integral
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from . import autograd, timeline
+from . import autograd, internal, timeline
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future
@@ -27,7 +29,8 @@ from .ground.worker_info import WorkerInfo
 from .group.gather import Meeting as AllGatherStates  # noqa: F401
 from .group.gather import _all_gather
 from .group.gather import _barrier as _barrier
-from .internal import PythonUDF, RPCExecMode, _internal_rpc_pickler, _run_pickled
+from .internal import PythonUDF as PythonUDF
+from .internal import RPCExecMode, _internal_rpc_pickler
 from .message import script as _script  # noqa: F401 (says how TorchScript travels)
 from .observe import debug
 from .options import BackendType, RpcBackendOptions
@@ -135,8 +138,8 @@ def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: 
     is done. Any thread.
     """
     agent = _agent.current()
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
+    if internal.current is not _internal_rpc_pickler:
+        func, args, kwargs = internal.taken_apart(func, args, kwargs)
     return agent.call(agent.resolve(to), func, args, kwargs, timeout)
 
 
@@ -144,8 +147,8 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by the
     future. The caller leaves tensors among the arguments unchanged until the future is done."""
     agent = _agent.current()
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
+    if internal.current is not _internal_rpc_pickler:
+        func, args, kwargs = internal.taken_apart(func, args, kwargs)
     future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
     if _collecting:
         _collect(future)
@@ -156,8 +159,8 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
     """Call ``func(*args, **kwargs)`` on worker ``to``, leave the result there, and return a reference to it at once. The
     reference's ``to_here`` raises the function's exception."""
     agent = _agent.current()
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
+    if internal.current is not _internal_rpc_pickler:
+        func, args, kwargs = internal.taken_apart(func, args, kwargs)
     return over(agent, agent.create(agent.resolve(to), func, args, kwargs, timeout))
 
 
@@ -237,26 +240,17 @@ def _set_rpc_timeout(seconds: float) -> None:
 
 PyRRef = RRef
 RpcAgent = TensorPipeAgent = Agent
-_default_pickler: Any = _internal_rpc_pickler
 
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """In the block, calls of this process are taken apart by ``rpc_pickler.serialize`` (torch's hook; of all threads). What
-    it makes is put together by pickle at the callee."""
-    global _default_pickler
-    _default_pickler = rpc_pickler
+    """In the block, calls of this process are taken apart by ``rpc_pickler.serialize`` (torch's hook; all threads). The bytes
+    that it makes are put together by pickle at the callee, whatever they are."""
+    internal.current = rpc_pickler
     try:
         yield
     finally:
-        _default_pickler = _internal_rpc_pickler
-
-
-def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, None]:
-    """The call of ``func`` by a pickler of the program's."""
-    if not callable(func):
-        raise TypeError("function should be callable.")
-    return _run_pickled, _default_pickler.serialize(PythonUDF(func, args, kwargs)), None
+        internal.current = _internal_rpc_pickler
 
 
 def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,8 +283,8 @@ def _invoke_rpc(
 ) -> Future:
     """As ``rpc_async``. ``rpc_type`` named the call to torch's profiler."""
     agent = _agent.current()
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
+    if internal.current is not _internal_rpc_pickler:
+        func, args, kwargs = internal.taken_apart(func, args, kwargs)
     return agent.call_async(agent.resolve(to), func, args, kwargs, rpc_timeout)
 
 
@@ -316,3 +310,16 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 _NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+
+
+class _Module(ModuleType):
+    @property
+    def _default_pickler(self) -> Any:
+        return internal.current
+
+    @_default_pickler.setter
+    def _default_pickler(self, pickler: Any) -> None:
+        internal.current = pickler
+
+
+sys.modules[__name__].__class__ = _Module

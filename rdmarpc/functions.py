@@ -16,6 +16,9 @@ TOLD_WHO = object()
 by which the call came, not from the message, so it cannot be forged."""
 
 
+NO_FUTURE = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
+
+
 def async_execution(function: F) -> F:
     """Mark a function that returns a ``torch.futures.Future``. A call of it by RPC is answered when that future completes, and
     no thread of the callee waits meanwhile. A plain call returns the future."""

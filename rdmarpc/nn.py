@@ -20,6 +20,7 @@ from .calls import agent as _agent
 from .functions import async_execution
 from .ground.futures import Awaitable, fail, mapped
 from .ground.here import Call
+from .internal import taken_apart
 from .message import permits, serialize
 from .references.handle import RRef, ask, check, fork_of, over
 from .transport import bare
@@ -77,7 +78,8 @@ class Target:
         self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, future: bool = False
     ) -> Call:
         # The number comes last: what pickling says of ``args[0]`` is then about the user's.
-        return ask(self._rref, function, (*args, fork_of(self._rref).rref), kwargs, future=future)
+        call = taken_apart(function, (*args, fork_of(self._rref).rref), kwargs)
+        return ask(self._rref, *call, future=future)
 
 
 class RemoteModule(nn.Module):
@@ -114,7 +116,8 @@ class RemoteModule(nn.Module):
         super().__init__()
         on, device, mapped = _parse(remote_device)
         agent = _agent.current()
-        made = agent.create(agent.resolve(on), _make, (module_cls, tuple(args or ()), dict(kwargs or {}), device), None, -1.0)
+        call = taken_apart(_make, (module_cls, tuple(args or ()), dict(kwargs or {}), device), None)
+        made = agent.create(agent.resolve(on), *call, -1.0)
         self._point(on, device, mapped, over(agent, made))
 
     @staticmethod

@@ -30,7 +30,7 @@ import torch
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .functions import async_execution
-from .observe import events, steps
+from .observe import events
 from .observe.calls import Calls
 from .transport import RdmaError, host_id
 
@@ -60,7 +60,6 @@ class Timeline:
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.observe(self._calls)
-        self._steps = steps.attach(self)
         observing = self._streams()
         observing.line = self
         agent.device.on_staged = self._note_staged
@@ -108,7 +107,6 @@ class Timeline:
             observing = self._streams()
             if observing.line is self:
                 observing.line = None
-            self._steps.end()
             self._stopped = time.monotonic_ns()
             self.agent.device.on_staged = None
 

@@ -1,13 +1,11 @@
 """What takes minutes to say anything, so it is not part of the test-suite:
 
     python -m tests.soak calls SECONDS [shm|tcp] [WORKERS]
-    python -m tests.soak edges STEPS [shm|tcp] [SEED]
     python -m tests.soak training STEPS [shm|tcp]
 
 ``calls``: mixed calls between a few workers. After a warm-up (a fifth of the time) memory, arena, descriptors and threads of
-every worker are sampled; the run fails if the last third of the samples lies above the first. ``edges``: about so many
-messages between two workers, then a tenth as many among three (``graph/stress.py``). ``training``: so many steps of a wrapped
-model whose workers are stopped now and then (``test_wrap_stress.py``).
+every worker are sampled; the run fails if the last third of the samples lies above the first. ``training``: so many steps of a
+wrapped model whose workers are stopped now and then (``test_wrap_long.py``).
 """
 
 from __future__ import annotations
@@ -145,25 +143,11 @@ def grew(samples: list[dict[str, float]]) -> list[str]:
     return found
 
 
-def edges(steps: int, device: str = "shm", seed: int = 1) -> int:
-    import stress
-
-    failed = False
-    for lines in (stress.straight(steps), stress.mixed(steps // 60)):
-        begin = time.monotonic()
-        print("messages sent and received, payloads compared:")
-        for rank, (kind, told) in enumerate(stress.run(lines, kind=device, seed=seed, seconds=1e6, timeout=1e6)):
-            print(f"worker {rank}, {kind}: {told}")
-            failed |= kind != "done"
-        print(f"{sum(line.steps for line in lines):,} messages, {time.monotonic() - begin:.0f} s")
-    return int(failed)
-
-
 def training(steps: int, device: str = "shm") -> int:
-    import test_wrap_stress
+    import test_wrap_long
 
     begin = time.monotonic()
-    done = test_wrap_stress.train_for_long(device, steps, 1e6)
+    done = test_wrap_long.train_for_long(device, steps, 1e6)
     print(f"{done:,} steps equal to the twin's, {time.monotonic() - begin:.0f} s")
     return 0
 
@@ -199,7 +183,7 @@ def calls(seconds: float, device: str = "shm", size: int = 3) -> int:
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:] or [""]
-    run = {"calls": calls, "edges": edges, "training": training}.get(what)
+    run = {"calls": calls, "training": training}.get(what)
     if run is None or not 1 <= len(arguments) <= 3:
         sys.exit(__doc__)
     sys.exit(run(int(arguments[0]), *arguments[1:2], *map(int, arguments[2:3])))

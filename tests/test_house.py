@@ -1,4 +1,4 @@
-"""The house: storeys and rooms, what may import what, how large things get. Late imports and those for type checkers count."""
+"""The house: storeys and rooms, what may import what. Late imports and those for type checkers count."""
 
 from __future__ import annotations
 
@@ -29,35 +29,28 @@ ORDER = {
         ["__init__.py"],
     ],
     "graph": [
-        ["wire", "guards"],
-        ["opaque"],
-        ["trace"],
-        ["plan"],
-        ["outlets"],
-        ["show", "edges", "schedules"],
-        ["work"],
-        ["caller", "servers"],
+        ["fragments", "servers"],
+        ["show"],
         ["__init__.py"],
     ],
     "rdmarpc": [
         ["constants.py", "functions.py"],
         ["ground"],
         ["message", "polling"],
-        ["options.py"],
+        ["internal.py", "options.py"],
         ["group"],
         ["links"],
         ["gradients"],
         ["references"],
         ["calls"],
+        ["places"],
         ["ranks"],
         ["collectives"],
         ["observe"],
-        ["autograd.py", "internal.py", "timeline.py"],
+        ["autograd.py", "timeline.py"],
         ["api.py"],
         ["nn.py", "profiling.py", "transfers.py"],
-        ["parts", "standing_in"],
-        ["fetched"],
-        ["optim", "served", "wrapped"],
+        ["optim", "served", "standing_in"],
         ["__init__.py"],
         ["cli"],
         ["__main__.py"],
@@ -65,11 +58,7 @@ ORDER = {
 }
 """Rooms, and files at a storey's root, from the bottom to the top. A room imports what is below it, never its neighbours."""
 
-FILES, LINES, FUNCTION, METHODS = 12, 600, 60, 25
-"""At most: files of a room without its charter, lines of a file, of a function without its docstring, methods of a class."""
-LONG = {"relay": "one compiled loop over both directions of a stream, whose state are its local variables"}
-
-BEAR_NAMES = {"rdmarpc/cli", "rdmarpc/optim"}
+BEAR_NAMES = {"rdmarpc/cli", "rdmarpc/optim", "rdmarpc/places"}
 """Rooms that users import by name: their ``__init__.py`` has what they import."""
 
 Place = tuple[str, str]
@@ -157,13 +146,6 @@ def rooms(root: Path) -> list[Path]:
     return sorted(path.parent for storey in STOREYS for path in (root / storey).glob("*/__init__.py"))
 
 
-def length(function: ast.FunctionDef) -> int:
-    """Lines, without those of the docstring."""
-    docstring = function.body[0] if ast.get_docstring(function) is not None else None
-    spent = docstring.end_lineno - docstring.lineno + 1 if docstring is not None else 0  # type: ignore[operator]
-    return function.end_lineno - function.lineno + 1 - spent  # type: ignore[operator]
-
-
 HOUSE = modules(ROOT)
 
 
@@ -181,10 +163,8 @@ def test_no_circles():
     assert not circles(HOUSE)
 
 
-def test_a_room_is_small_and_says_what_it_is():
+def test_a_room_says_what_it_is():
     for room in rooms(ROOT):
-        files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= FILES, f"{room} has {len(files)} files"
         charter = ast.parse((room / "__init__.py").read_text(encoding="utf-8"))
         assert ast.get_docstring(charter), f"{room} has no charter"
         name = f"{room.parent.name}/{room.name}"
@@ -199,34 +179,18 @@ def test_modules_of_tests_have_names_of_their_own():
     assert len(files) > 50 and not twice, [str(path) for path in files if path.stem in twice]
 
 
-def test_nothing_is_too_large():
-    large = []
-    for module in HOUSE.values():
-        lines = len(module.path.read_text(encoding="utf-8").splitlines())
-        if lines > LINES:
-            large.append(f"{module.path}: {lines} lines")
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef) and (size := length(node)) > FUNCTION and node.name not in LONG:
-                large.append(f"{module.path}:{node.lineno}: {node.name} has {size} lines")
-            if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(part, ast.FunctionDef) for part in node.body)
-                if methods > METHODS:
-                    large.append(f"{module.path}:{node.lineno}: {node.name} has {methods} methods")
-    assert not large
-
-
 @pytest.mark.parametrize(
     ("text", "above"),
     [
         ("from ..shm import device", True),
         ("def late():\n    from rdmarpc.transport.shm.device import Device", True),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..shm.device import Device", True),
-        ("import rdmarpc.graph.wire.header", True),
+        ("import rdmarpc.graph.servers.header", True),
         ("from ..peers import auth", False),
     ],
 )
 def test_an_import_that_goes_up_is_seen(tmp_path: Path, text: str, above: bool):
-    for file in ("transport/peers/auth.py", "transport/shm/device.py", "graph/wire/header.py"):
+    for file in ("transport/peers/auth.py", "transport/shm/device.py", "graph/servers/header.py"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("")
     (tmp_path / "transport/memory").mkdir()
@@ -236,8 +200,8 @@ def test_an_import_that_goes_up_is_seen(tmp_path: Path, text: str, above: bool):
 
 
 def test_a_circle_is_seen(tmp_path: Path):
-    (tmp_path / "graph/wire").mkdir(parents=True)
-    (tmp_path / "graph/wire/header.py").write_text("from .layout import Layout")
-    (tmp_path / "graph/wire/layout.py").write_text("def late():\n    from . import metadata")
-    (tmp_path / "graph/wire/metadata.py").write_text("import rdmarpc.graph.wire.header")
-    assert circles(modules(tmp_path)) == [[f"rdmarpc.graph.wire.{name}" for name in ("header", "layout", "metadata")]]
+    (tmp_path / "graph/servers").mkdir(parents=True)
+    (tmp_path / "graph/servers/header.py").write_text("from .layout import Layout")
+    (tmp_path / "graph/servers/layout.py").write_text("def late():\n    from . import metadata")
+    (tmp_path / "graph/servers/metadata.py").write_text("import rdmarpc.graph.servers.header")
+    assert circles(modules(tmp_path)) == [[f"rdmarpc.graph.servers.{name}" for name in ("header", "layout", "metadata")]]

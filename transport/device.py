@@ -24,6 +24,7 @@ from .errors import AuthenticationError, RdmaError, RegistrationError, TransferT
 from .memory.arena import Pool
 from .memory.memory import Listener, Memory
 from .notify import Poller
+from .peers.address import kernel_and_network
 from .peers.auth import check_secret
 from .peers.ended import nobody
 from .peers.heartbeat import MIN_TIMEOUT_S, Looks
@@ -388,10 +389,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def host_id() -> str:
     """The same text for two processes exactly if they share a kernel and a network namespace (so also Unix sockets)."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    namespace = os.stat("/proc/self/ns/net").st_ino
-    return hashlib.sha256(f"{boot}/{namespace}".encode()).hexdigest()[:16]
+    return hashlib.sha256(kernel_and_network().encode()).hexdigest()[:16]
 
 
 __all__ = ["Device", "DeviceOptions", "Door", "OnConnect", "check_require", "host_id"]

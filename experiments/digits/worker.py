@@ -44,7 +44,7 @@ def train(job: dict[str, Any], launcher: Launcher) -> None:
         alone_record.train(alone, batches)
         before = model.counters()
         spread_record.train(spread, batches)
-        if len(spread_record.losses) > 1:  # the counters of the steady state, without the step that traces
+        if len(spread_record.losses) > 1:  # the counters of the steady state, without the first step
             counters.update({key: value - before[key] for key, value in model.counters().items()})
         alone_record.evaluate(alone, digits)
         spread_record.evaluate(spread, digits)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 ROWS = 64
 WARM_STEPS = 5
-"""The first makes the plan, the others warm the allocator and the libraries."""
+"""They warm the allocator and the libraries."""
 Step = Callable[[], Tensor]
 
 
@@ -63,5 +63,6 @@ def timed(step: Step, times: int, device: torch.device) -> tuple[float, Tensor]:
     begin = time.perf_counter()
     for _ in range(times):
         loss = step()
+    loss.item()  # it may be computed at the other worker
     module.synchronize(device)
     return 1e3 * (time.perf_counter() - begin) / times, loss

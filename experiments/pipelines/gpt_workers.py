@@ -74,7 +74,7 @@ def rdmarpc(rank: int, job: dict[str, Any]) -> list[float] | None:
     found = None
     if rank == 0:
         placement = {f"stages.{number}": f"worker{number}" for number in range(job["stages"])}
-        model = rpc.wrap(Gpt(job), placement, depth=job["chunks"], timeout=job["timeout_s"])
+        model = rpc.wrap(Gpt(job), placement)
         optimizer = torch.optim.SGD(model.parameters(), job["lr"])
         x, y = batch(job)
 

@@ -1,38 +1,40 @@
 """The models of the experiment: chains of equal layers, as many a worker as there are rounds of interleaved stages."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-
-from rdmarpc.graph.schedules.rounds import Rounds
-
-from .critical import BACKWARD, FORWARD, SECOND, Span
-from .simulated import Level, length
 
 ROUNDS = 2
 """Layers a worker: all in one stage, or each a stage of its own."""
 
 
-class Asleep(torch.autograd.Function):
-    """Stands for a computation that needs no core: seconds forward, and backward."""
+_library = torch.library.Library("rdmarpc_experiments", "DEF")
+_library.define("asleep(Tensor x, float seconds) -> Tensor")
 
-    generate_vmap_rule = True  # it does nothing but torch's operations, and takes its time
+
+def _asleep(x: Tensor, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return x.clone()
+
+
+_library.impl("asleep", _asleep, "CPU")
+
+
+class Asleep(torch.autograd.Function):
+    """Stands for a computation that needs no core: seconds forward, and backward, where its tensor lies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_s = backward
-        time.sleep(forward)
-        return x.view_as(x)
+        return torch.ops.rdmarpc_experiments.asleep(x, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return grads[0], None, None
+        return torch.ops.rdmarpc_experiments.asleep(grads[0], ctx.backward_s), None, None
 
 
 class Layer(nn.Module):
@@ -44,7 +46,7 @@ class Layer(nn.Module):
         self.linear, self.forward_s, self.backward_s = nn.Linear(width, width), forward_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.forward_s or isinstance(x, FakeTensor):
+        if not self.forward_s:
             return torch.tanh(self.linear(x))
         weight = Asleep.apply(self.linear.weight, 0.0, self.backward_s / 2)
         x = Asleep.apply(F.linear(x, weight, self.linear.bias), self.forward_s, self.backward_s / 2)
@@ -80,32 +82,6 @@ class Case:
         layer = self.forward_ms + self.backward_ms
         idle = layer - self.backward_ms * split  # F + B + W, or F + B - W
         return ROUNDS * chunks * layer + (workers - 1) * ROUNDS / rounds * idle if layer else None
-
-    def order_ms(self, workers: int, chunks: int, schedule: str, caller: str) -> float | None:
-        """As ``theory_ms``, by the agenda of our workers; ``caller``: which stage it has."""
-        if not self.forward_ms:
-            return None
-        interleaved = schedule == "interleaved"
-        half, each = self.backward_ms / 2, 1 if interleaved else ROUNDS
-        owners = stages(workers, interleaved, caller)[::each]
-        levels = [Level(owner, each * self.forward_ms, each * half, each * half) for owner in owners]
-        levels[0] = replace(levels[0], sink=True)
-        before, after = [Level(0, backward=False)] * (caller == "last"), [Level(0)] * (caller == "first")
-        rounds = Rounds(workers, ROUNDS, {at + len(before): at for at in range(len(levels))}) if interleaved else None
-        return length([*before, *levels, *after], chunks, rounds, schedule == "zero_bubble")
-
-    def sleeps(self, span: Span, workers: int, schedule: str, caller: str) -> float:
-        """For how many seconds the layers of a task of ours do."""
-        stage = span.level - (caller == "last")
-        interleaved = schedule == "interleaved"
-        layers = 1 if interleaved else ROUNDS
-        if not 0 <= stage < ROUNDS * workers // layers:
-            return 0.0  # what the caller has before the first stage, or behind the last one
-        half = self.backward_ms / 2
-        first, second = (0.0, 2 * half) if stage == 0 else (half, half)
-        if schedule != "zero_bubble":
-            first = 2 * half
-        return layers * {FORWARD: self.forward_ms, BACKWARD: first, SECOND: second}[span.way] / 1e3
 
 
 def stages(workers: int, interleaved: bool, caller: str) -> list[int]:

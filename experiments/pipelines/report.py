@@ -1,4 +1,4 @@
-"""What the experiment found: a row for each number of workers, model and schedule, and where the time of ours goes."""
+"""What the experiment found: a row for each number of workers, model and schedule."""
 
 import statistics
 from typing import Any
@@ -8,16 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..harness.targets import spread
-from .critical import PARTS
 from .layers import ROUNDS, Case, chunks
-from .workers import OURS
 
 
 def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str, Any]]:
     """``records`` have a number of ``workers`` and a ``library`` too. Times are milliseconds of a batch: the median of all
     batches, the tenth and the ninetieth percentile; ``processor_ms`` of all workers, the median of the rounds. Where layers
-    sleep, ``theory_ms``: how long the paper's schedule takes where nothing but layers takes time; ``order_ms``: the same by our
-    agenda; ``bubble``: the part of the median in which a worker runs no layer."""
+    sleep, ``theory_ms``: how long the paper's schedule takes where nothing but layers takes time; ``bubble``: the part of the
+    median in which a worker runs no layer."""
     rows: list[dict[str, Any]] = []
     for record in records:
         case, workers, what = Case(**job["cases"][record["case"]]), record["workers"], record["schedule"]
@@ -40,7 +38,6 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str
                 "p90_ms": found["p90"],
                 "processor_ms": statistics.median(record["processor"]),
                 "theory_ms": theory,
-                "order_ms": case.order_ms(workers, count, *OURS[what]) if what in OURS else None,
                 "bubble": 1 - busy / found["median"] if busy else None,
             }
         )
@@ -48,55 +45,36 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str
     return rows
 
 
-def where(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The batch of median length of those that were watched, by parts."""
-    rows = []
-    for each in parts:
-        batches = sorted(each["batches"], key=lambda batch: batch["batch"])
-        rows.append({key: each[key] for key in ("workers", "case", "schedule")} | batches[len(batches) // 2])
-    return rows
-
-
-def print_tables(rows: list[dict[str, Any]], ways: list[dict[str, Any]]) -> None:
+def print_tables(rows: list[dict[str, Any]]) -> None:
     """On standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
-    for table, note in tables_of(rows, ways):
+    for table, note in tables_of(rows):
         console.print(table)
         console.print(f" {note}", soft_wrap=True)
 
 
 NOTE = (
     "n: batches; asleep: emulated, layers that sleep stand for computation on cores of their own; processor: time of all"
-    " workers; theory: of the paper's schedule, where nothing but layers takes time; order: the same by our agenda, which takes"
-    " tasks as they come; bubble: time in which a worker runs no layer; the caller, which computes the loss, has the last"
+    " workers; theory: of the paper's schedule, where nothing but layers takes time;"
+    " bubble: time in which a worker runs no layer; the caller, which computes the loss, has the last"
     " stage; (first): it has the first one"
 )
-NOTE_OF_PARTS = (
-    "on the way from the first task to the last one, each of which waited for the one before; layers: what they sleep;"
-    " computing: processor time of tasks; off core: tasks whose core another process had, and sleep that took longer; between:"
-    " from a task to the next one of its worker; crossing: to one of another worker; ends: before the first and after the last"
-)
 
 
-def tables_of(rows: list[dict[str, Any]], ways: list[dict[str, Any]]) -> list[tuple[Table, str]]:
-    """How long batches take, and where the time of ours goes; each with what its words mean."""
+def tables_of(rows: list[dict[str, Any]]) -> list[tuple[Table, str]]:
+    """How long batches take, with what the words mean."""
     numbers = {
         "micro-batches": lambda row: str(row["chunks"]),
         "n": lambda row: str(row["n"]),
         **{name: _number(key) for name, key in (("median", "ms"), ("p10", "p10_ms"), ("p90", "p90_ms"))},
-        **{name: _number(f"{name}_ms") for name in ("processor", "theory", "order")},
+        **{name: _number(f"{name}_ms") for name in ("processor", "theory")},
         "bubble": lambda row: "-" if row["bubble"] is None else f"{row['bubble']:.1%}",
     }
     texts = {"workers": "workers", "layers": "case", "library": "library", "schedule": "schedule"}
     batches = _table("a batch in micro-batches, forward and backward: ms and bubble, lower is better", texts, numbers, rows)
-    parts = {name.replace("_", " "): _number(name) for name in ("batch", *PARTS)}
-    del texts["library"]
-    return [
-        (batches, NOTE),
-        (_table("where the time of one batch of ours goes: ms, lower is better", texts, parts, ways), NOTE_OF_PARTS),
-    ]
+    return [(batches, NOTE)]
 
 
 def _table(title: str, texts: dict[str, str], numbers: dict[str, Any], rows: list[dict[str, Any]]) -> Table:

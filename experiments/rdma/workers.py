@@ -192,8 +192,10 @@ def model_of(rpc: Any) -> tuple[Any, Any]:
 
     def step() -> None:
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
         optimizer.step()
+        loss.item()
 
     return model, step
 

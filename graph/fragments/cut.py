@@ -1,4 +1,4 @@
-"""Steps and fragments of what was recorded, with relative names: so that what is done again is equal to what was done before."""
+"""Steps and fragments of what was recorded, with relative names: what is done again is equal to what was done before."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ class Fragment:
 
 def steps(recorded: Recorded) -> list[Recorded]:
     """What was recorded, step by step. A step begins with the first forward after an optimizer's step; where no optimizer ran,
-    with the first one after a backward."""
+    with the first one after a backward. A forward at the end that ran in no module looks at results: it belongs to the step
+    before."""
     events = recorded.events
     last = STEP if any(event.phase == STEP for event in events) else BACKWARD
-    begins = [at for at, _ in _runs(events) if at == 0 or events[at].phase == FORWARD and events[at - 1].phase == last]
+    begins = [at for at, _ in _runs(events) if at == 0 or (events[at].phase == FORWARD and events[at - 1].phase == last)]
+    if len(begins) > 1 and all(event.phase == FORWARD and not _path(event) for event in events[begins[-1] :]):
+        begins.pop()
     ends = [*begins[1:], len(events)]
     return [dataclasses.replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]
+
+
+def _path(event: Event) -> str:
+    return event.path if isinstance(event, Operation) else ""
 
 
 def fragments(recorded: Recorded) -> list[Fragment]:
@@ -72,15 +79,16 @@ def _fragment(events: tuple[Event, ...]) -> Fragment:
 # -- what is the same in every step
 
 
-def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[Move]]:
-    """The copies of a step by what they are: source, target, kind, name and maker. Copies of one key are told apart by order."""
+def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[tuple[int, Move]]]:
+    """The copies of a step, each with the number of its event, by what they are: source, target, kind, name and maker. Copies
+    of one key are told apart by order."""
     flow = Flow(recorded)
-    found: dict[tuple[str, ...], list[Move]] = {}
-    for _, move, _ in flow.moved:
+    found: dict[tuple[str, ...], list[tuple[int, Move]]] = {}
+    for number, move, _ in flow.moved:
         maker = flow.allocator(move.operand.storage)
         made_by = str(maker) if isinstance(maker, Operation) else move.maker
         key = move.source, move.target, flow.kind(move.operand.storage), move.name, made_by
-        found.setdefault(key, []).append(move)
+        found.setdefault(key, []).append((number, move))
     return found
 
 
@@ -92,7 +100,7 @@ def varying(recorded: Sequence[Recorded]) -> set[tuple[tuple[str, ...], int]]:
     for key in dict.fromkeys(key for each in every for key in each):
         columns = [each.get(key, []) for each in every]
         for at in range(max(map(len, columns))):
-            shapes = {_shape(column[at]) if at < len(column) else None for column in columns}
+            shapes = {_shape(column[at][1]) if at < len(column) else None for column in columns}
             if len(shapes) > 1:
                 found.add((key, at))
     return found

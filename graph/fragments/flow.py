@@ -1,4 +1,4 @@
-"""The data-flow graph of what was recorded: who made and who reads each value, how long it lives, how many bytes live at once."""
+"""The data-flow graph of what was recorded: who made and who reads each value, how long it lives, bytes alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from .records import BACKWARD, FORWARD, Event, Move, Operation, Recorded
 
 ACTIVATION, GRADIENT, PARAMETER, INPUT, UPDATE = "activation", "gradient", "parameter", "input", "update"
-"""Kinds of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made in a step."""
+"""Kinds of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made
+in an optimizer's step."""
 
 Version = tuple[int, int]
 """A storage, and how often it was written before."""
@@ -77,7 +78,9 @@ class Flow:
 
     def _touch(self, number: int, storage: int, place: str, made: int | None) -> None:
         life = self.lives.get(storage)
-        self.lives[storage] = Life(place, made, number, number) if life is None else Life(life.place, life.made, life.first, number)
+        self.lives[storage] = (
+            Life(place, made, number, number) if life is None else Life(life.place, life.made, life.first, number)
+        )
 
     # -- what a value is
 

@@ -1,7 +1,7 @@
 """What was posted, in order, as plain data: operations, and copies from one place to another.
 
-A *storage* is memory that tensors lie over. Its number is its name at the worker where it lies; memory of the process that posts
-has a negative number. A copy of a storage at another place is another storage.
+A *storage* is memory that tensors lie over. Its number is its name at the worker where it lies; memory of the process that
+posts has a negative number. A copy of a storage at another place is another storage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-"""Phases: a backward; an optimizer's step, with all that runs without grad between a backward and the next forward; the rest."""
+"""Phases. A step is an optimizer's, with all that runs without grad between a backward and the next forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Operand:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operator that ran at a place. ``written``: positions of the operands that it writes. ``results`` over storages of no
-    operand are new. ``path``: the module in which it ran, in a backward that in which its forward ran; "" where nobody knows."""
+    operand are new. ``path``: the module in which it (of a backward: its forward) ran; "" where nobody knows."""
 
     place: str
     name: str

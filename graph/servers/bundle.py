@@ -1,6 +1,6 @@
 """Bundles: all tensors of one kind that go from one worker to another, in one slot, by one write and one notification.
 
-A slot is a header (``wire/header``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
+A slot is a header (``header``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
 offset. Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles
 that answer each other are each other's credit (see ``server``).
 
@@ -15,21 +15,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...transport import Device, NotSupported, RdmaError, RemoteRegion
 from ...transport.memory.arena import SLOTS
-from ..plan.place import Edge
-from ..wire.header import HEADER_BYTES, Header
-from ..wire.layout import dense, strides
+from .header import HEADER_BYTES, Header
+from .layout import dense, strides
 
 if TYPE_CHECKING:
     from ...transport import Channel, Transfer, Work
-    from ..edges.station import Station
+    from .station import Station
 
-WEIGHT = "weight"
+WEIGHT, GRADIENT = "weight", "gradient"
 ALWAYS, TRACED = "always", "traced"
 """How loose tensors travel: copied aside every time, or only until they are traced."""
 PRESENT, ABSENT = 1, 0
@@ -40,9 +39,25 @@ _ALIGN = 64
 _TRANSFERS = 16
 
 
+class Edge(NamedTuple):
+    """A tensor that crosses from ``source`` to ``target`` in every step. ``number`` is unique in the model."""
+
+    number: int
+    kind: str
+    name: str
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
 class Bundle:
     """The tensors that one write takes from one worker to another. Plain data, picklable. ``edges`` have one source and one
-    target; ``orders`` are the memory orders of their tensors (``wire/layout``); ``note`` bytes follow the header."""
+    target; ``orders`` are the memory orders of their tensors (``layout``); ``note`` bytes follow the header."""
 
     def __init__(self, edges: Sequence[Edge], orders: Sequence[int], note: int = 0) -> None:
         self.edges, self.orders, self._note = tuple(edges), tuple(orders), note
@@ -116,14 +131,14 @@ class Room:
 
 class BundleInlet:
     """The consumer's half: a room, and the notification that says it was written. ``arrived(header)`` runs on the thread that
-    polls ``station``. It has to check, by the sequence in the header, that the write was due; nothing here does."""
+    polls ``station``. It has to check, by the step in the header, that the write was due; nothing here does."""
 
     def __init__(self, station: Station, bundle: Bundle, arrived: Callable[[Header], None]) -> None:
         channel = station.channel(bundle.source)
         self.room = Room(channel, bundle)
         self._region = station.device.register(self.room.memory)
         self._arrived = arrived
-        self.number = station.ports.take(channel, self._landed)
+        self.number = station.take_number(channel, self._landed)
 
     def offer(self) -> tuple[bytes, int]:
         """The descriptor of the slot and the notification number, for the sender."""
@@ -132,9 +147,9 @@ class BundleInlet:
     def _landed(self, count: int) -> None:
         header = Header.read(self.room.head)
         bundle = self.room.bundle
-        if count != 1 or header.edge != bundle.number:
+        if count != 1 or header.bundle != bundle.number:
             raise RdmaError(
-                f"a write that nobody allowed into bundle {bundle.number}: {count} at once, header of {header.edge}",
+                f"a write that nobody allowed into bundle {bundle.number}: {count} at once, header of {header.bundle}",
                 peer=bundle.source,
             )
         self._arrived(header)
@@ -208,7 +223,7 @@ class BundleOutlet:
     # -- what is prepared
 
     def _head_of(self, header: Header, note: bytes) -> None:
-        header._replace(edge=self.bundle.number).write(self._head)
+        header._replace(bundle=self.bundle.number).write(self._head)
         if note != self._written:
             self._note[: len(note)] = note
             self._written = note
@@ -307,7 +322,7 @@ class _Loose:
 def _check(edge: Edge, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tuple(tensor.shape) != edge.shape or tensor.dtype != edge.dtype:
         raise NotSupported(
-            f"{edge.kind} {edge.value!r} is {tensor.layout} {tuple(tensor.shape)} {tensor.dtype}, "
+            f"{edge.kind} {edge.name!r} is {tensor.layout} {tuple(tensor.shape)} {tensor.dtype}, "
             f"but dense {edge.shape} {edge.dtype} has its place at {edge.target!r}",
             peer=edge.target,
             hint="sparse gradients (nn.Embedding(sparse=True)) cannot be served",

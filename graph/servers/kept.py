@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported, RdmaError
-from ..work.remote_update import (
+from .bundle import PRESENT, Room, padded
+from .updates import (
     build_optimizer,
     copy_state,
     counting_dtype,
@@ -19,7 +20,6 @@ from ..work.remote_update import (
     numbers_of,
     read_numbers,
 )
-from .bundle import PRESENT, Room, padded
 
 ASKED = frozenset(("changed_gradients", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
 """The methods of ``Kept`` that workers may call."""

@@ -29,11 +29,11 @@ import torch
 
 from ...transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 from ...transport.peers.guard import broken_by
-from ..edges.station import Station
-from ..wire.header import STAGED, Header
-from ..work.command import WorkerError
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
+from .errors import WorkerError
+from .header import CHANGED, STAGED, Header
 from .kept import ASKED, Kept
+from .station import Station
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device, Transfer
@@ -230,8 +230,8 @@ class Server(threading.Thread):
 
     def _landed(self, worker: str, header: Header) -> None:
         client = self._clients[worker]
-        if header.sequence != self.steps + 1 or client.arrived is not None:
-            raise RdmaError(f"gradients {header.sequence} came when {self.steps + 1} were due", peer=worker)
+        if header.step != self.steps + 1 or client.arrived is not None:
+            raise RdmaError(f"gradients {header.step} came when {self.steps + 1} were due", peer=worker)
         client.arrived = header
 
     def _step(self) -> None:
@@ -251,7 +251,7 @@ class Server(threading.Thread):
         with self.station.naming():
             client.outlet.finish(self.station.timeout)
             send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
-            send(Header.weights(self.steps, bool(self._kept.changed)), self._kept.store, present)
+            send(Header(0, self.steps, CHANGED * bool(self._kept.changed)), self._kept.store, present)
 
     def _alarm(self) -> None:
         for client in self._clients.values():
@@ -263,8 +263,8 @@ class Server(threading.Thread):
 
 
 def _same_tensors(mine: Bundle, theirs: Bundle, worker: str) -> None:
-    ours = [(edge.value, edge.shape, edge.dtype) for edge in mine.edges]
-    others = [(edge.value, edge.shape, edge.dtype) for edge in theirs.edges]
+    ours = [(edge.name, edge.shape, edge.dtype) for edge in mine.edges]
+    others = [(edge.name, edge.shape, edge.dtype) for edge in theirs.edges]
     if (ours, mine.orders) != (others, theirs.orders):
         different = next((a for a, b in zip(ours, others) if a != b), "a tensor more, or another memory order")
         raise ValueError(f"worker {worker!r} serves another model under this name: {different} differs")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...transport import RdmaError, RemoteRegion, TransferTimeout
-from ..edges.station import Station
-from ..wire.header import CHANGED, Header
 from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room, note_bytes, note_of
+from .header import CHANGED, STAGED, Header
+from .station import Station
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device
@@ -28,7 +28,7 @@ class Half:
         self._station = station
         self._inlet = BundleInlet(station, weights, self._landed)
         channel = station.channel(self.server)
-        self.alarm = station.ports.take(channel, self._alarmed)
+        self.alarm = station.take_number(channel, self._alarmed)
         self._outlet: BundleOutlet | None = None
         self.steps = -1
         """The step of the weights that landed last; -1 before those of the start, which are step 0."""
@@ -65,7 +65,7 @@ class Half:
         """Gradients of the next step. They belong to the write until ``finish``."""
         assert self._outlet is not None
         note = note_of(marks, numbers)
-        header = Header.gradients(self.steps + 1, staging == ALWAYS, len(note), optimizer)
+        header = Header(0, self.steps + 1, STAGED * (staging == ALWAYS), len(note), optimizer)
         with self._station.naming():
             self._outlet.send_loose(header, note, present, grads, staging)
         self.wanted = self.steps + 1
@@ -76,9 +76,9 @@ class Half:
                 self._outlet.finish(timeout)
 
     def _landed(self, header: Header) -> None:
-        if header.sequence != self.steps + 1 or header.sequence != self.wanted:
-            raise RdmaError(f"weights {header.sequence} came when {self.wanted} were due", peer=self.server)
-        self.steps, self.changed = header.sequence, bool(header.flags & CHANGED)
+        if header.step != self.steps + 1 or header.step != self.wanted:
+            raise RdmaError(f"weights {header.step} came when {self.wanted} were due", peer=self.server)
+        self.steps, self.changed = header.step, bool(header.flags & CHANGED)
 
     def _alarmed(self, count: int) -> None:
         self.alarmed = True

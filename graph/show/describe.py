@@ -144,20 +144,19 @@ def described(recorded: Sequence[Recorded], parameter_bytes: Mapping[str, int]) 
     step = recorded[-1]
     flow, dynamic = Flow(step), varying(recorded)
     again = {number for number, _ in flow.again()}
-    order = {id(move): number for number, move, _ in flow.moved}
     found: dict[Any, list[tuple[int, Move, bool]]] = {}
     for key, moves in crossings(step).items():
-        for at, move in enumerate(moves):
+        for at, (event, move) in enumerate(moves):
             static = (key, at) not in dynamic
             row = key, move.operand.shape, move.operand.dtype, move.nbytes, static, move.phase == BACKWARD
-            found.setdefault(row, []).append((order[id(move)], move, static))
+            found.setdefault(row, []).append((event, move, static))
     rows = sorted(found.items(), key=lambda each: each[1][0][0])
     called: dict[int, str] = {}
     shown = [_crossing(number, flow, key[0], same, again, called) for number, (key, same) in enumerate(rows, 1)]
     parts: dict[str, dict[str, None]] = {}
-    for event in step.events:
-        if isinstance(event, Operation) and event.path and event.phase != BACKWARD:
-            parts.setdefault(event.place, {})[event.path] = None
+    for each in step.events:
+        if isinstance(each, Operation) and each.path and each.phase != BACKWARD:
+            parts.setdefault(each.place, {})[each.path] = None
     peaks = {place: flow.peak(place) for place in flow.places}
     return describe(step.here, shown, parameter_bytes, parts, peaks, len(recorded))
 

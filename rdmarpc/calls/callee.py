@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from ..functions import MAY_DEFER, TOLD_WHO
+from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current
 from ..gradients.plain import plainly
 from ..gradients.record import unbound
@@ -76,7 +76,6 @@ from .observer import Serving
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
-_ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 _SCRIPT_HINT = "Async functions must return an IValue of Future type,"
 
 
@@ -219,6 +218,8 @@ class Callee:
             self._reply(answering, answer)
         finally:
             self.running.pop(thread, None)
+            if current.context is not None:  # entered by the function, and never left
+                current.context = None
             if observer is not None:
                 observer.served(answering)
 
@@ -298,7 +299,7 @@ class Callee:
                 kind = type(answer[0])
                 if isinstance(inner, torch.jit.ScriptFunction):
                     raise RuntimeError(f"{_SCRIPT_HINT} but got {kind.__name__}")
-                raise RuntimeError(f"{_ASYNC_HINT} but got {kind}")
+                raise RuntimeError(f"{NO_FUTURE} but got {kind}")
         return answer
 
     def _introduce(self, link: Link, frame: Frame) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from ..transport.memory.arena import default_limit
 from ..transport.nic import choice
 from ..transport.nic.ports import choose as choose_port
 from ..transport.nic.sysfs import Found, survey
-from ..transport.peers.address import routed_address
+from ..transport.peers.address import where_to_listen
 from ..transport.tls import openssl
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
@@ -65,9 +66,7 @@ def ports(found: list[Found]) -> list[Finding]:
 def host(root: Path = Path("/")) -> list[Finding]:
     """The facts about this host."""
     arena = default_limit()
-    route = routed_address()
-    reach = f"other hosts reach this one at {route} (the default route, or the only interface)"
-    alone = Finding("tcp", LIMITS, "no default route: other hosts do not reach this one", "ip route; or tcp://ADDRESS")
+    tcp = _listening()
     return [
         *ports(survey()),
         host_facts.memlock(root, arena),
@@ -77,7 +76,7 @@ def host(root: Path = Path("/")) -> list[Finding]:
         host_facts.huge_pages(root),
         host_facts.attach(root),
         host_facts.shared_memory(root),
-        alone if route.startswith("127.") else Finding("tcp", OK, reach),
+        tcp,
         host_facts.sockets(root),
         host_facts.threads(len(os.sched_getaffinity(0))),
         host_facts.heap(),
@@ -126,6 +125,18 @@ def _answers(name: str, port: int) -> tuple[str, str]:
     except OSError as error:
         return f"{name}:{port}: {error.strerror or error}", f"ip route get {name}"
     return "", ""
+
+
+def _listening() -> Finding:
+    """Where other hosts reach this one."""
+    try:
+        address, how = where_to_listen()
+    except RdmaError as error:
+        return Finding("tcp", MISSING, error.message, error.hint)
+    if ipaddress.ip_address(address).is_loopback:
+        return Finding("tcp", LIMITS, f"other hosts do not reach this one: {how}", "ip route; or tcp://ADDRESS")
+    guess = how.startswith("?")
+    return Finding("tcp", LIMITS if guess else OK, f"other hosts reach this one at {address} ({how.removeprefix('?')})")
 
 
 def ways_to_host(auto: AutoDevice, name: str) -> list[Way]:

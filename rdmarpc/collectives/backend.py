@@ -112,10 +112,10 @@ class ProcessGroup(Pairwise):
         return [torch.device("cpu"), *([torch.device(kind())] if count() else [])]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._collected.works = []
+        self.collected.works = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        works, self._collected.works = self._collected.works, None
+        works, self.collected.works = self.collected.works, None
 
         def run() -> None:
             for work in works or ():

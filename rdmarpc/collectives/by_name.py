@@ -1,15 +1,16 @@
-"""``monitored_barrier``, ``split_group``, ``_set_pg_timeout`` and the flight recorder of ``torch.distributed`` for groups of
-this backend.
+"""``monitored_barrier``, ``split_group``, ``_set_pg_timeout``, ``_coalescing_manager`` and the flight recorder of
+``torch.distributed`` for groups of this backend.
 
 torch has no hook there: the first asks whether the backend is called gloo, the second for an accelerator, the third sets the
-timeouts of gloo and NCCL only, and the last (torch 2.15) asks for what groups in C++ have, and groups in Python have not, which
-it does not record. So these functions are replaced when the first group is made, and call torch's own for groups of other
-backends."""
+timeouts of gloo and NCCL only, the fourth goes on collecting calls, and keeps their tensors, after its body has raised, and the
+last (torch 2.15) asks for what groups in C++ have, and groups in Python have not, which it does not record. So these functions
+are replaced when the first group is made, and call torch's own for groups of other backends."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +86,22 @@ def _set_pg_timeout(theirs: Callable[..., None]) -> Callable[..., None]:
     return set_pg_timeout
 
 
+def _coalescing_manager(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    @contextlib.contextmanager
+    def coalescing_manager(group: Any = None, *args: Any, **named: Any) -> Iterator[Any]:
+        with theirs(group, *args, **named) as manager:
+            try:
+                yield manager
+            except BaseException:
+                if (found := _ours(group)) is not None:
+                    c10d._world.pg_coalesce_state.pop(found, None)
+                    found.collected.works = None
+                raise
+
+    return coalescing_manager
+
+
 def _maybe_attach_flight_recorder(theirs: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(theirs)
     def maybe_attach_flight_recorder(pg: Any, *args: Any) -> None:
@@ -98,6 +115,7 @@ _REPLACED = {
     "monitored_barrier": _monitored_barrier,
     "split_group": _split_group,
     "_set_pg_timeout": _set_pg_timeout,
+    "_coalescing_manager": _coalescing_manager,
     "_maybe_attach_flight_recorder": _maybe_attach_flight_recorder,
 }
 _replaced: list[str] = []

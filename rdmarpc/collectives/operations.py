@@ -16,9 +16,10 @@ from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks
 from ..transport import NotSupported, RdmaError, TransferTimeout, timeouts
-from . import calls, sparse, written
+from . import calls, sparse
+from .binding import written
+from .binding.forms import forms
 from .ends import Ends
-from .forms import forms
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
 from .staging import Staging
@@ -82,7 +83,7 @@ class Collectives(_Group):
         self.queue = Queue(f"rdmarpc-group-{rank}")
         domain = self.members.domain
         self.staging = Staging(domain.device if domain is not None else None)
-        self._collected = _Collected()
+        self.collected = _Collected()
         self._group_name = self._group_desc = ""
 
     def _submit(self, what: str, run: calls.Run, outputs: Tensors, options: Any, ends: Ends | None = None) -> Work:
@@ -112,7 +113,7 @@ class Collectives(_Group):
 
     def _keep(self, work: Work) -> Work:
         """For ``_end_coalescing``, if this thread is coalescing."""
-        if (collected := self._collected.works) is not None:
+        if (collected := self.collected.works) is not None:
             collected.append(work)
         return work
 

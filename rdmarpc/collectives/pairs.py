@@ -49,14 +49,22 @@ class Message(Work):
     def __init__(self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str) -> None:
         """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
         super().__init__(nothing, outputs, kind)
-        self.pairs, self.data, self.peer, self.tag, self.kind = pairs, data, peer, tag, kind
+        self.pairs, self.peer, self.tag, self.kind = pairs, peer, tag, kind
+        self.data: torch.Tensor | None = data
+        """What is sent, or where it comes; ``None`` once that has succeeded: nobody may ever wait."""
         self.source = peer
         self.code, self.nbytes = _code(data.dtype), data.nbytes
+        self.count, self.dtype = data.numel(), data.dtype
 
     @property
     def describe(self) -> str:
-        kind_of = f"{self.data.numel()} elements, {self.data.dtype}, tag {self.tag}"
+        kind_of = f"{self.count} elements, {self.dtype}, tag {self.tag}"
         return f"{self.kind} {_called(self.pairs.ranks, self.peer)}({kind_of})"
+
+    def finish(self, error: BaseException | None, give: Callable[[], object] | None = None) -> None:
+        if error is None:  # else another thread may be moving it
+            self.data = self.put = None
+        super().finish(error, give)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.over:
@@ -76,9 +84,12 @@ class _Way:
         self.arriving = Head(0, 0, 0)
         self.queue: deque[Message] = deque()
         self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._plan: Plan | None = None
+        """Of the message under way, if it ``changes`` the lane."""
 
     def begin(self, sequence: int, code: int, tag: int, message: Message) -> None:
         """Send a message, or take one. The first of its size, type and tag makes a plan."""
+        assert message.data is not None
         address, nbytes = message.data.data_ptr(), message.nbytes
         plan = self._plans.get((code, tag, nbytes))
         if plan is None:
@@ -86,7 +97,17 @@ class _Way:
                 self._plans.clear()
             sides = {self.peer: (0, nbytes)}, dict[int, tuple[int, int]]()
             plan = self._plans[code, tag, nbytes] = self.streams.plan(code, tag, *(sides if self.out else sides[::-1]))
+        if plan.changes:
+            self.streams.offer(plan)
+            self._plan = plan
         self.streams.begin(plan, sequence, address, address, patient=aside.on)
+
+    def end(self, limit: float, check: Callable[[], None]) -> None:
+        """The message under way has moved."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            self.streams.grow(plan, limit, check)
+            self._plans.clear()
 
 
 class Pairs:
@@ -220,6 +241,7 @@ class Pairs:
                     return moved
                 status = way.streams.advance(slice_ns)
                 if status == OK:
+                    way.end(self.timeout, lambda: self._look(way))
                     self._done(way, message)
                     moved = True
                     continue
@@ -282,7 +304,7 @@ class Pairs:
             return None
         me, other = self.ranks[self.rank], self.ranks[peer]
         return Mismatch(
-            f"rank {me} receives {here} bytes of {message.data.dtype} from rank {other}, which sends {nbytes} of "
+            f"rank {me} receives {here} bytes of {message.dtype} from rank {other}, which sends {nbytes} of "
             f"{theirs.dtype} (tag {head.elements})"
         )
 
@@ -293,6 +315,7 @@ class Pairs:
             way.current = None
         if message.kind == _APART:
             head = way.arriving
+            assert message.data is not None
             with self._lock:
                 asked = next((m for m in self._wanted if m.peer in (way.peer, -1) and m.tag == message.tag), None)
                 if asked is None:
@@ -311,6 +334,7 @@ class Pairs:
             message.finish(problem)
             return
         message.source = peer
+        assert message.data is not None
         kernels.copy(message.data.data_ptr(), data.data_ptr(), data.numel())
         self._finish(message)
 
@@ -442,5 +466,6 @@ class Pairs:
         for way in (*self._outs.values(), *self._ins.values()):
             if way.lock.acquire(timeout=1.0):  # whoever moves it stops, and nobody begins again
                 way.lock.release()
+        self._outs, self._ins = {}, {}
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)

@@ -5,7 +5,7 @@ Where this package is installed torch has the name already (``autoload``), else 
 program may import this package before torch: then torch is told as soon as its module of groups has been imported. So is its
 compiler, which many programs never import.
 
-Torch's groups and its RPC are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace what a call does, and
+Torch's groups and RPC are C++, which ``torch.compile`` does not trace. Ours are Python: it would trace what a call does, and
 end with an error at the first batch of another size, or at the first attribute of a group. So all our files are on its list of
 what it leaves alone. What it makes of a call to a group stays as it is: a graph, or a break between two.
 """
@@ -89,7 +89,9 @@ def create(options: Any, backend_options: Any = None) -> Any:
     named = options.global_ranks_in_group  # none of the group of all, and of groups over stores of their own
     job = sys.modules[_GROUPS].GroupMember.WORLD if named else None
     ranks = named or range(options.group_size)
-    return _made(options.store, options.group_rank, ranks, options.timeout or _TIMEOUT, backend_options, job)
+    return _made(
+        options.store, options.group_rank, ranks, _TIMEOUT if options.timeout is None else options.timeout, backend_options, job
+    )
 
 
 def _made(store: Any, rank: int, ranks: Any, timeout: timedelta, options: Any, job: Any) -> Any:

@@ -48,7 +48,7 @@ def _arrive(arrived: asyncio.Future[None]) -> None:
         arrived.set_result(None)
 
 
-_theirs = torch._C._collect_all
+_theirs: Any = torch._C._collect_all
 
 
 def collect_all(futures: Sequence[Any]) -> torch.futures.Future[Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from .. import constants
 from ..ground import here
+from ..internal import taken_apart
 from ..transport import timeouts
 
 _Key = tuple[tuple[str, ...], int]
@@ -99,7 +100,7 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
         if agent.name == leader:
             meetings.bring(key, agent.name, value)
         else:
-            agent.call(agent.resolve(leader), _bring, (key, agent.name, value), None, limit)
+            agent.call(agent.resolve(leader), *taken_apart(_bring, (key, agent.name, value), None), limit)
         if not meeting.proceed_signal.wait(None if unset or not limit else limit):
             missing = sorted(set(names) - set(meeting.gathered_objects))
             raise RuntimeError(f"{agent.name} timed out in _all_gather after {limit:.2f} seconds: no sign of {missing}")
@@ -112,7 +113,7 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
 
 def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> None:
     sent = {
-        name: agent.call_async(agent.resolve(name), _hand_out, (key, meeting.gathered_objects), None, limit)
+        name: agent.call_async(agent.resolve(name), *taken_apart(_hand_out, (key, meeting.gathered_objects), None), limit)
         for name in key[0][1:]
     }
     errors: dict[str, Exception] = {}

@@ -135,6 +135,9 @@ def _times_met(store: dist.Store) -> int:
     return met
 
 
+_OF_TORCH = "rpc_prefix_{}/0/{}"
+
+
 class Rendezvous:
     """One static group's meeting point. Used by one thread, at start and at the end."""
 
@@ -143,6 +146,7 @@ class Rendezvous:
         self._used = _times_met(store)
         self._prefix = f"rdmarpc/{self._used}"
         self._store = dist.PrefixStore(self._prefix, store)
+        self._whole = store
         self._absent: list[str] = []
         self._key = b""
 
@@ -247,6 +251,15 @@ class Rendezvous:
             lambda: [who for key, who in keys if not self._store.check([key])],
         )
 
+    def _others(self) -> str:
+        """Who has come to this store with torch's own RPC, by the key under which its agents meet."""
+        found = [str(rank) for rank in range(self.world_size) if self._whole.check([_OF_TORCH.format(self._used, rank)])]
+        if not found:
+            return ""
+        return (
+            f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
+        )
+
     def _until(self, done: Callable[[], bool], absent: Callable[[], list[str]]) -> None:
         start = time.monotonic()
         pause, look = _FIRST_POLL_S, _FIRST_LOOK_S
@@ -260,7 +273,7 @@ class Rendezvous:
                     look *= 2
                 if late:
                     raise TransferTimeout(
-                        f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}",
+                        f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}{self._others()}",
                         hint="are all workers started with the same init_method and world_size? rpc_timeout sets this limit",
                     )
                 time.sleep(pause)

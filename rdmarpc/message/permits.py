@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..graph.work import command
+from ..graph.servers import errors
 from ..transport import RdmaError
 from . import plumbing
 
@@ -45,6 +45,7 @@ _REFUSED += ("subprocess", "sys", "torch", "types")
 """Modules in which there is something that runs anything: they cannot be allowed as a whole."""
 _BUILD = b"b"
 _WRAP = "rdmarpc.wrap"
+_OPENING = (("rdmarpc.places.wrap", "wrap"), ("rdmarpc.places.devices", "device"))
 _MANY = 4096
 _FINISHED = (torch.Tensor, torch.nn.Parameter)
 _NAMED_SO = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
@@ -65,7 +66,7 @@ class Permits:
         """Functions of torch that have no name of their own: torch pickles them as members of a class."""
         self._known: dict[tuple[str, str], Any] = {}
         self.wraps = False
-        """Whether peers may place parts of wrapped models here, which run what the traced forward says."""
+        """Whether peers may have tensors here, and post operations of torch on them."""
         self.refused = 0
         for item in allow:
             self._add(item)
@@ -79,7 +80,7 @@ class Permits:
             self._modules.add(item.__name__)
             return
         module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-        if module == "rdmarpc.wrapped.model" and name == "wrap":
+        if (module, name) in _OPENING:
             self.wraps = True
         elif callable(item) and module and name and walk(module, name) is item:
             self._named[module, name] = item
@@ -135,10 +136,10 @@ class Permits:
 
     def find_called(self, module: str, name: str) -> Any:
         """As ``find``, for the function that a request names: also finds the functions of ours that peers call."""
-        places_parts = plumbing.places_parts(module, name)
-        if places_parts and not self.wraps:
+        places_tensors = plumbing.places_tensors(module, name)
+        if places_tensors and not self.wraps:
             raise self._refuse(f"{module}.{name}", _WRAP)
-        if places_parts or plumbing.called(module, name):
+        if places_tensors or plumbing.called(module, name):
             return walk(module, name)
         return self.find(module, name)
 
@@ -253,7 +254,7 @@ def use(permits: Permits | None) -> None:
         loads = load_plain = load_called = pickle.loads
     else:
         loads, load_plain, load_called = permits.loads, permits.load_plain, permits.load_called
-    command.loads = loads
+    errors.loads = loads
 
 
 def method(value: Any, name: str) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 * values of Python and numpy without behaviour: numbers, containers, dates, arrays, dtypes;
 * exceptions of Python, of torch and of ours, so that errors keep their types;
-* records of which the set-up of wrapped and served models consists;
+* records of which the set-up of served models consists;
 * how tensors, references and remote modules are made again over what landed beside the pickle;
 * and, where a message names the function to call, those of ours that other workers call.
 """
@@ -79,7 +79,7 @@ _CALLED = {
     "rdmarpc.calls.termination": ("_report",),
     "rdmarpc.timeline": ("_hand_over", "_written"),
 }
-_WRAPPED = {"rdmarpc.parts.owner": ("ask_model", "close_model", "open_model", "stop_model", "take_model")}
+_PLACES = {"rdmarpc.places.runners": ("counters_here", "new_region", "open_stream", "reach_region", "take_large")}
 
 
 class Owner:
@@ -102,7 +102,7 @@ def find(module: str, name: str) -> Any:
 
 
 def _record(module: str, name: str) -> Any:
-    """A record type (dataclass or named tuple) of ``rdmarpc.graph``, of which the messages of wrapped models consist. Records
+    """A record type (dataclass or named tuple) of ``rdmarpc.graph``, of which the messages of served models consist. Records
     have no behaviour. ``None`` for any other name."""
     found = getattr(sys.modules.get(module), name, None) if module.startswith("rdmarpc.graph.") else None
     if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, tuple)):
@@ -135,9 +135,9 @@ def called(module: str, name: str) -> bool:
     return name in _CALLED.get(module, ())
 
 
-def places_parts(module: str, name: str) -> bool:
-    """Whether that is one of ours by which other workers place parts of wrapped models."""
-    return name in _WRAPPED.get(module, ())
+def places_tensors(module: str, name: str) -> bool:
+    """Whether that is one of ours by which other workers have tensors here."""
+    return name in _PLACES.get(module, ())
 
 
 def owner_of(function: Any) -> bool:

@@ -70,8 +70,7 @@ def other_name(kind: type) -> str:
 
 
 def reduce_class(kind: type) -> Any:
-    """Tuples with names that a TorchScript function returns are of a class that torch has made, and that has no name to be found
-    by."""
+    """Tuples with names that a TorchScript function returns are of a class of torch's making, which is found under no name."""
     if kind.__module__ == _OF_SCRIPTS and issubclass(kind, tuple):
         return _tuple_class, (kind.__name__, kind._fields)  # type: ignore[attr-defined]
     return other_name(kind) or NotImplemented
@@ -79,7 +78,7 @@ def reduce_class(kind: type) -> Any:
 
 def _tuple_class(name: str, fields: tuple[str, ...]) -> type:
     found = _tuple_classes.get((name, fields))
-    return found or _tuple_classes.setdefault((name, fields), namedtuple(name, fields, module=_OF_SCRIPTS))  # type: ignore
+    return found or _tuple_classes.setdefault((name, fields), namedtuple(name, fields, module=_OF_SCRIPTS))
 
 
 def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import importlib
 import io
-from types import FunctionType
 import re
 from functools import reduce
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -52,11 +52,11 @@ def _compiled(qualified_name: str) -> torch.jit.ScriptFunction:
         raise RuntimeError(f"attempted to get undefined function {name}: this worker has not compiled {qualified_name}")
     python = _found(*_place(qualified_name))
     if isinstance(python, FunctionType):
-        found._torchdynamo_inline = python  # as ``torch.jit.script`` notes it
+        found._torchdynamo_inline = python  # type: ignore[attr-defined] # as ``torch.jit.script`` notes it
     return found
 
 
-def check(function: torch.jit.ScriptFunction, args: tuple[Any, ...]) -> None:
+def check(function: Any, args: tuple[Any, ...]) -> None:
     """Raise ``RuntimeError`` for too many arguments: as torch does, at the caller. All else is found out where it runs."""
     if len(args) > (most := len(function.schema.arguments)):
         raise RuntimeError(
@@ -66,9 +66,7 @@ def check(function: torch.jit.ScriptFunction, args: tuple[Any, ...]) -> None:
 
 
 def _module(module: torch.jit.ScriptModule, message: serialize.Message) -> Any:
-    file = io.BytesIO()
-    torch.jit.save(module, file)
-    return _load, (file.getvalue(),)
+    return load, (save(module),)
 
 
 def _native_module(module: torch._C.ScriptModule, message: serialize.Message) -> Any:
@@ -76,7 +74,13 @@ def _native_module(module: torch._C.ScriptModule, message: serialize.Message) ->
     return _module(torch.jit._recursive.wrap_cpp_module(module), message)
 
 
-def _load(data: bytes) -> torch.jit.ScriptModule:
+def save(module: torch.jit.ScriptModule) -> bytes:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return file.getvalue()
+
+
+def load(data: bytes) -> torch.jit.ScriptModule:
     return torch.jit.load(io.BytesIO(data))
 
 

@@ -238,6 +238,15 @@ def loads(
         beside.tensors, beside.references, beside.parts, beside.on_gpu = outer
 
 
+NO_TAIL = _TAIL.pack(0, 0)
+
+
+def complete(payload: bytes) -> bool:
+    """Whether ``dumps`` for no receiver made this, rather than some other pickler, whose end has nothing of ours. A pickle
+    ends with a dot, and a number of buffers does not."""
+    return payload[-1:] == b"\0" and payload[-_TAIL.size - 1 : -4] == b"." + NO_TAIL[:4]
+
+
 def lends(payload: bytes) -> bool:
     """Whether GPU memory is lent by what ``dumps`` made."""
     return _TAIL.unpack_from(payload, len(payload) - _TAIL.size)[0] > 0

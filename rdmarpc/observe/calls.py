@@ -9,7 +9,7 @@ by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``
     ("done", rank, call, track, begin, end, error)                           the same: the answer read back
     ("came", rank, call, track, at, caller)                                  the called side: read from the ring
     ("served", rank, call, track, begin, unpickled, returned, end, function)
-    ("span", rank, 0, track, begin, end, name, category, about)      part of no call, see ``observe/steps``
+    ("span", rank, 0, track, begin, end, name, category, about)      part of no call
     ("replied", rank, call, track, begin, end, bytes, error)                 the same: pickled and written, whenever that was
 """
 

@@ -1,12 +1,11 @@
-"""A timeline as Chrome's trace events, which Perfetto reads: what ``calls`` and ``steps`` noted becomes spans, arrows and
+"""A timeline as Chrome's trace events, which Perfetto reads: what ``calls`` noted becomes spans, arrows and
 names.
 
 One process track a worker (``pid`` is its rank), one thread track a thread. A blocking call is a span on its thread around
 ``send``, ``wait`` and ``unpack``; a call with a future is an asynchronous span, with ``send``, ``wait`` and ``unpack`` on the
 threads where they happened. At the called side a request is ``queued`` (asynchronous), then a span on the thread that serves it
 around ``unpickle``, ``run`` and ``reply``; the reply of an asynchronous function stands alone. Arrows: from ``send`` to the
-serving span, from ``reply`` to ``unpack``. Steps of wrapped models are spans on their threads, and rows of their own for what
-accelerators compute and copy (``observe/steps``).
+serving span, from ``reply`` to ``unpack``.
 
 Format: "Trace Event Format" (Google, 2016). ``ts`` and ``dur`` in us, of the monotonic clock, which the workers of one host
 share. Those of several hosts are brought together by what the arrows say (``clock_offsets``).

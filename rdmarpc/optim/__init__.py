@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..calls import agent as _agent
 from ..gradients.context import current
-from ..graph.work.remote_update import hyperparameters
+from ..graph.servers.updates import hyperparameters
+from ..internal import taken_apart
 from ..references.handle import RRef, ask, fork_of
 from ..transport import NotSupported
 from . import local as local_optimizer
@@ -61,7 +62,9 @@ class DistributedOptimizer(Optimizer):
         members, indices = _by_owner(groups)
         agent = _agent.current()
         made = _wait_for_all(
-            agent.call_async(owner, local_optimizer.create, (optimizer_class, there, options, args, kwargs), None, -1.0)
+            agent.call_async(
+                owner, *taken_apart(local_optimizer.create, (optimizer_class, there, options, args, kwargs), None), -1.0
+            )
             for owner, there in members.items()
         )
         self._places = [_Place(rref, found) for (rref, _), found in zip(made, indices.values())]

@@ -19,7 +19,7 @@ from .. import autograd
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
 from ..gradients.lending import undisturbed
-from ..graph.work.remote_update import hyperparameters
+from ..graph.servers.updates import hyperparameters
 from ..ground.futures import fail
 from ..ground.streams import use_here
 from ..message import permits

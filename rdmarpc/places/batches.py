@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MOST = 1 << 16
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b")
 
 
 def checked(chunks: int) -> int:
@@ -27,6 +27,7 @@ def forward_backward(
     target: Any,
     chunks: int,
     schedule: str,
+    stages: int,
 ) -> torch.Tensor:
     """Forward and backward of one batch in ``chunks`` micro-batches.
 
@@ -34,26 +35,47 @@ def forward_backward(
     there may be fewer than ``chunks``); everything else goes to each micro-batch as it is. The batch's size is that of
     ``target``'s first tensor, or else of the first tensor input; all tensors in ``target`` are split.
 
-    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples, and its gradients,
-    added to those that are there, in the order of the micro-batches. Where ``target`` is ``None`` it is ``loss_fn(model(x_i))``.
-    With a ``loss_fn`` that is a mean over samples this is the mean over the batch. What looks at a whole batch (batch norm) sees
-    micro-batches.
+    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples, and its
+    gradients, added to those that are there, in the order of the micro-batches. Where ``target`` is ``None`` it is
+    ``loss_fn(model(x_i))``. With a ``loss_fn`` that is a mean over samples this is the mean over the batch. What looks at a
+    whole batch (batch norm) sees micro-batches.
 
-    Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss, where
-    it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
+    Operations are posted in this order: ``"gpipe"`` all forwards, then all backwards, so workers idle least, and each holds what
+    all micro-batches need for their backward; ``"1f1b"`` a backward as soon as one micro-batch more than the model has ``stages``
+    (places) is under way, so what workers hold does not grow with ``chunks``. Bits are the same. Stages that go round the
+    workers are interleaved by their placement.
+
+    Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss,
+    where it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
     with torch.enable_grad():
         pieces = _Pieces(args, kwargs, target, checked(chunks))
-        losses = [pieces.loss(model, loss_fn, at) for at in range(len(pieces.sizes))]
-        for loss in losses:
-            loss.backward()
+        count = len(pieces.sizes)
+        losses: list[torch.Tensor] = []
+        for forward, at in actions(count, count if schedule == "gpipe" else min(count, stages + 1)):
+            if forward:
+                losses.append(pieces.loss(model, loss_fn, at))
+            else:
+                losses[at].backward()
+                losses[at] = losses[at].detach()  # what its graph holds is free
         pieces.return_gradients()
-    total = losses[0].detach()
+    total = losses[0]
     for loss in losses[1:]:
-        total = total + loss.detach()
+        total = total + loss
     return total
+
+
+def actions(count: int, ahead: int) -> list[tuple[bool, int]]:
+    """The order in which ``count`` micro-batches are posted, at most ``ahead`` of them between forward and backward: (whether it
+    is a forward, which micro-batch)."""
+    found = [(True, at) for at in range(ahead)]
+    for at in range(count):
+        found.append((False, at))
+        if at + ahead < count:
+            found.append((True, at + ahead))
+    return found
 
 
 class _Pieces:

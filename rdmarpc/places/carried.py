@@ -13,7 +13,8 @@ from .tensor import RemoteTensor, at_place
 
 
 def _reduce(value: RemoteTensor, message: Message) -> Any:
-    """What lies at the receiver does not cross: it arrives there as a copy of what it is there. Anything else comes here first."""
+    """What lies at the receiver does not cross: it arrives there as a copy of what it is there. Anything else comes here
+    first."""
     stream = value._handle.stream
     if message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
         found = at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)

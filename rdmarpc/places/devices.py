@@ -71,7 +71,7 @@ def _enter() -> None:
 
 
 def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, memory_format: Any = None, **rest: Any) -> Any:
-    if dtype is not None and dtype is not tensor.dtype or memory_format not in (None, torch.preserve_format):
+    if (dtype is not None and dtype is not tensor.dtype) or memory_format not in (None, torch.preserve_format):
         tensor = aten._to_copy.default(tensor, dtype=dtype, memory_format=memory_format)
     return at_place(tensor, place_named(device))
 

@@ -5,28 +5,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .operators import Operator
-    from .stream import Storage, Stream
 
 
 class Observer(Protocol):
     """What is told of posting, in any thread. ``at``: -1 for a tensor as it was made, else its offset in elements."""
 
-    def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None, /) -> None:
+    def operation(self, op: Any, args: Any, kwargs: Any, out: Any, place: Any, /) -> None:
         """It was posted to ``place``, or has run here."""
 
-    def brought(self, target: Stream, tensor: torch.Tensor, made: Storage, /) -> None:
+    def brought(self, target: Any, tensor: torch.Tensor, made: Any, /) -> None:
         """A plain tensor was copied to a worker."""
 
-    def crossed(self, source: Storage, at: int, meta: Any, made: Storage, /) -> None:
+    def crossed(self, source: Any, at: int, meta: Any, made: Any, /) -> None:
         """A tensor was copied from worker to worker."""
 
-    def fetched(self, source: Stream, name: int, at: int, meta: Any, found: torch.Tensor, /) -> None:
+    def fetched(self, source: Any, name: int, at: int, meta: Any, found: torch.Tensor, /) -> None:
         """A tensor was copied here."""
 
 

@@ -24,6 +24,8 @@ _VALUE_SIZED = (
     "aten::_to_dense",
 )
 """Operators whose results have sizes, or a memory order, that depend on values, though no tag says so."""
+_READ_HERE = {"aten::_pack_padded_sequence": 1}
+"""Results whose values torch reads through their address, whatever they are results of: they are brought here."""
 _FILLS = ("bernoulli_.float", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 """Random operators in place that do not read what they write."""
 _CHANCE = {
@@ -73,8 +75,8 @@ class Operator:
         "composite",
         "dynamic",
         "fills",
-        "foreach",
         "first_written",
+        "foreach",
         "func",
         "geometry",
         "in_python",
@@ -86,6 +88,7 @@ class Operator:
         "plain",
         "raises_versions",
         "random",
+        "read_here",
         "refused",
         "returned",
         "value",
@@ -120,7 +123,7 @@ class Operator:
             next((p for p, a in zip(self.written, _written(arguments)) if _same_alias(a, r)), None) for r in returns
         )
         """For each result the written operand that it is."""
-        self.foreach = bare.startswith("_foreach_") or bare.startswith("_fused_ad") or bare.startswith("_fused_sgd")
+        self.foreach = bare.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
         self.raises_versions = bare.startswith("_foreach_") and self.mutable
         """Whether its kernel, not autograd, raises the version of what it writes."""
@@ -130,13 +133,15 @@ class Operator:
         self.dynamic |= self.name in _VALUE_SIZED
         self.random = _TAGS.nondeterministic_seeded in tags
         self.chance = _CHANCE.get(self.name) or _CHANCE.get(base)
-        self.fills = self.random and (self.name[6:] in _FILLS or bare in _FILLS and bare != "bernoulli_")
+        self.fills = self.random and (self.name[6:] in _FILLS or (bare in _FILLS and bare != "bernoulli_"))
         pointwise = _TAGS.pointwise in tags or self.mutable
         self.numbers = tuple(pointwise and str(a.type) in _NUMBERS for a in arguments)
         """For each argument whether its number travels as a word: results depend on it by nothing but value."""
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
-        special = self.refused or self.in_python or self.composite or self.view or self.geometry or self.foreach or self.random
+        self.read_here = _READ_HERE.get(base)
+        special = self.read_here or self.refused or self.in_python or self.composite
+        special = special or self.view or self.geometry or self.foreach or self.random
         self.plain = not special and func is not aten._to_copy.default
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)
@@ -152,8 +157,8 @@ class Operator:
             return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         return True
 
-    def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+    def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        found: list[Any] = []
         for where in self.written:
             value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
             if value is None and not isinstance(where, str):

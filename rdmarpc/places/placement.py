@@ -22,15 +22,15 @@ def resolve(
     ranked: Callable[[int], str] | None = None,
 ) -> dict[str, list[Where]]:
     """The places of each placed module, by path; ranges taken apart. ``a.0-5`` stands for the numbered children 0 to 5 of
-    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a replica
-    at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty
-    range, or two entries for one module."""
+    ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a
+    replica at each. Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not
+    exist, an empty range, or two entries for one module."""
     found: dict[str, list[Where]] = {}
     source: dict[str, str] = {}
     for key, value in placement.items():
         names = [value] if isinstance(value, str) else list(value)
         places = [_place(key, name, workers, ranked) for name in names]
-        if len(set(places)) < len(places) or not isinstance(value, str) and len(places) < 2:
+        if len(set(places)) < len(places) or (not isinstance(value, str) and len(places) < 2):
             listed = ", ".join(map(repr, names)) or "no worker"
             raise ValueError(f"placement gives {key!r} replicas at {listed}: name two workers or more, each once")
         for path in _expand(net, key):

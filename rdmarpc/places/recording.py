@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -43,8 +44,8 @@ class Ran(NamedTuple):
 
 
 class Recorder:
-    """Records what the thread that made it posts, from ``start`` to ``end``: at most ``_MOST`` events. While it is on, all modules
-    and optimizers of the process have a hook (torch's global ones), which tells where the program is."""
+    """Records what the thread that made it posts, from ``start`` to ``end``: at most ``_MOST`` events. While it is on, all
+    modules and optimizers of the process have a hook (torch's global ones), which tells where the program is."""
 
     def __init__(self, net: nn.Module | None = None, inputs: dict[str, torch.Tensor] | None = None) -> None:
         self._thread, self._here = threading.get_ident(), _agent.current().name
@@ -54,6 +55,7 @@ class Recorder:
         self._kinds: dict[int, str] = {}
         self._called: dict[int, str] = {}
         """What storages are called: parameters by path, inputs by name, results of modules by that module's path."""
+        self._fresh = itertools.count(1)
         self._made: dict[int, str] = {}
         """The phase in which storages were made."""
         self._local: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -105,7 +107,9 @@ class Recorder:
             self._paths.setdefault(module, path)
         for parameter in net.parameters():
             if self._storage(parameter) not in self._kinds:
-                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += parameter.nbytes
+                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += (
+                    parameter.nbytes
+                )
         for name, tensor in (*net.named_parameters(), *net.named_buffers()):
             self._called[storage := self._storage(tensor)] = name
             self._kinds[storage] = PARAMETER
@@ -138,7 +142,10 @@ class Recorder:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._called.setdefault(self._storage(parameter.grad), self._called.get(self._storage(parameter), ""))
+                    storage = self._storage(parameter.grad)
+                    self._called.setdefault(storage, self._called.get(self._storage(parameter), ""))
+                    if storage not in self._made:
+                        self._kinds[storage] = GRADIENT
 
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -199,7 +206,9 @@ class Recorder:
     def crossed(self, source: Storage, at: int, meta: Meta, made: Storage) -> None:
         """See ``Observer``."""
         self._sizes[source.name], self._sizes[made.name] = source.nbytes, made.nbytes
-        self._moved(repr(source.stream), repr(made.stream), _over(source.name, at, meta), made.name, meta.geometry.dtype.itemsize)
+        self._moved(
+            repr(source.stream), repr(made.stream), _over(source.name, at, meta), made.name, meta.geometry.dtype.itemsize
+        )
 
     def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
         """See ``Observer``."""
@@ -243,7 +252,7 @@ class Recorder:
         if storage in self._made or storage in self._kinds:
             return
         parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if parameter or type(tensor) is RemoteTensor and tensor._handle.anchor:
+        if parameter or (type(tensor) is RemoteTensor and tensor._handle.anchor):
             self._kinds[storage] = PARAMETER
         elif tensor.grad_fn is not None:
             self._kinds[storage] = ACTIVATION
@@ -254,7 +263,8 @@ class Recorder:
 
     def _maker(self, tensor: torch.Tensor) -> str:
         """In words, the operation that made a plain tensor, as far as autograd knows."""
-        node, backward = tensor.grad_fn, _node()
+        base = tensor if tensor._base is None else tensor._base
+        node, backward = base.grad_fn, _node()
         if node is None:
             made_here = backward is not None and self._kinds[self._storage(tensor)] == GRADIENT
             return "a backward here" if made_here else ""
@@ -264,7 +274,7 @@ class Recorder:
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         strided = tensor.layout is torch.strided
-        strides, offset = (tensor.stride(), tensor.storage_offset()) if strided else ((), 0)
+        strides, offset = (tensor.stride(), int(tensor.storage_offset())) if strided else ((), 0)
         return Operand(self._storage(tensor), tuple(tensor.shape), strides, str(tensor.dtype)[6:], offset)
 
     def _storage(self, tensor: torch.Tensor) -> int:
@@ -278,9 +288,7 @@ class Recorder:
             return -(1 << 62) - id(tensor)
         known = self._local.get(storage._cdata)
         if known is None or known[0].expired():
-            number = -1 - len(self._sizes)
-            while number in self._sizes:
-                number -= 1
+            number = -next(self._fresh)
             known = self._local[storage._cdata] = StorageWeakRef(storage), number
             self._sizes[number] = storage.nbytes()
         return known[1]
@@ -332,7 +340,7 @@ class Recording:
         return Flow(self.recorded)
 
     def transfers(self) -> Transfers:
-        """What crosses in the last whole step. Whole ones before it say what varies. ``RuntimeError`` if nothing was recorded."""
+        """What crosses in the last whole step. Those before it say what varies. ``RuntimeError`` if nothing was recorded."""
         found = self.steps()
         if not found:
             raise RuntimeError("nothing was posted while the recording was on")
@@ -373,8 +381,8 @@ def _inputs(net: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 class FirstSteps:
-    """The first ``_TIMES`` steps of a wrapped model with each form of inputs, of the first ``_FORMS`` forms, recorded. A step goes
-    from one call of the model to the next."""
+    """The first ``_TIMES`` steps of a wrapped model with each form of inputs, of the first ``_FORMS`` forms, recorded. A step
+    goes from one call of the model to the next."""
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)

@@ -7,13 +7,13 @@ The caller composes words in a local mirror and writes each batch through (``tra
     batch   = [number of words, this one included] message...       one put, contiguous; -1: go on at the ring's beginning
     message = [number of words << 8 | kind] word...
 
-Two words come back, in memory of the caller that the worker writes: ``DONE``, how many words of the ring have been run and given
-back, ever; the worker puts it before it sleeps, when an eighth of the ring was run, and every ``TOLD_S`` in between.
+Two words come back, in memory of the caller that the worker writes: ``DONE``, how many words of the ring have been run and
+given back, ever; the worker puts it before it sleeps, when an eighth of the ring was run, and every ``TOLD_S`` in between.
 
 Invariants: (1) words ``[written, written + n)`` are free at the worker before they are written: ``written + n - done <=
 RING_WORDS``; (2) one thread at a time writes (the stream's lock), one reads (the stream's thread); (3) the words of a batch are
-visible to the reader once it has seen the batch's notification (the put releases, the look at the count acquires); (4) the reader
-has run a message, and holds nothing of it, before its words count in ``DONE``.
+visible to the reader once it has seen the batch's notification (the put releases, the look at the count acquires); (4) the
+reader has run a message, and holds nothing of it, before its words count in ``DONE``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..transport import Channel, RemoteRegion, TransferTimeout, Window, kernels
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
-OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, LAST = range(13)
+OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST = range(14)
 """Kinds of messages; ``worker.py`` says what each is made of."""
 WORD = 8
 _packers = [struct.Struct(f"<{count}q") for count in range(256)]
@@ -62,7 +62,8 @@ class RingWriter:
         return kernels.load(self._done_at)
 
     def write(self, words: list[int]) -> None:
-        """Write one batch of messages. Waits while the ring is full. ``PeerLost``; ``ValueError`` for what no ring has room for."""
+        """Write one batch of messages. Waits while the ring is full. ``PeerLost``; ``ValueError`` for what no ring has room
+        for."""
         count = len(words) + 1
         at = self.written % RING_WORDS
         if count > RING_WORDS - at:

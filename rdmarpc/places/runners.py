@@ -23,9 +23,7 @@ def running(key: str) -> Runner:
     return found
 
 
-def open_stream(
-    key: str, caller: str, device: str, reply: bytes, done: bytes, notify: int
-) -> tuple[bytes, int]:
+def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, notify: int) -> tuple[bytes, int]:
     """Begin to run a stream of worker ``caller`` on a device: its ring, and the number of the ring's notifications."""
     agent = _agent.current()
     where = torch.device(device)
@@ -57,7 +55,7 @@ def take_large(key: str, question: int) -> bytes:
 
 def _explain() -> list[str]:
     agent = here.found()
-    return [runner.explain() for runner in list(_running.get(agent, {}).values()) if not runner.stopped] if agent else []
+    return [runner.explain() for runner in list(_runners.get(agent, {}).values()) if not runner.stopped] if agent else []
 
 
 here.explained.append(_explain)

@@ -1,8 +1,8 @@
 """The caller's end of a command stream: what is posted to one device of one worker, in order, and the answers.
 
 Nothing waits but questions (``ask``), which a lock keeps in the order of the posts. What a question is about has been run when
-its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is freed by
-a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
+its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is
+freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..ground.worker_info import WorkerInfo
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
-from .plain import dump, load_error, loads
-from .worker import REPLY_BYTES, Derived, Landing, raw
+from .plain import dump, encode, load_error, loads
+from .worker import ENDED, REPLY_BYTES, Derived, Landing, raw
 
 _log = logging.getLogger("rdmarpc")
 _LINES = 4096
@@ -77,7 +77,8 @@ def meta_of(geometry: Geometry) -> Meta:
 
 class Storage:
     """Memory at a worker that tensors here stand for; freed there when the last of them dies. ``copies``: what has been moved
-    elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it (parameters)."""
+    elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it
+    (parameters)."""
 
     __slots__ = ("__weakref__", "anchor", "copies", "name", "nbytes", "place", "stream")
 
@@ -175,8 +176,8 @@ class Stream:
         self._answers = channel.expect(notify)
         export = channel.device.export
         mine = (export(self._reply_memory), export(self._done_memory), notify)
-        opened = self._manage(runners.open_stream, agent.name, str(device), *mine)
-        self._ring = ring.RingWriter(channel, *opened, mirror, self._done_memory.data_ptr(), self.timeout)
+        remote, number = self._manage(runners.open_stream, agent.name, str(device), *mine)
+        self._ring = ring.RingWriter(channel, remote, number, mirror, self._done_memory.data_ptr(), self.timeout)
 
     def __repr__(self) -> str:
         return self.worker if self.device.type == "cpu" else f"{self.worker}/{self.device}"
@@ -250,7 +251,7 @@ class Stream:
         return "an operation that was posted long ago"
 
     def tell_state(self, state: tuple[Any, ...]) -> None:
-        self.post([ring.STATE, *ring.as_words(dump(state))])
+        self.post([ring.STATE, *ring.as_words(dump((*state[:-1], encode(state[-1]))))])
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
@@ -258,6 +259,15 @@ class Stream:
             self.post([ring.META, meta.number, *ring.as_words(dump(meta.geometry.plain()))])
             self._metas.add(meta.number)
         return meta.number
+
+    def known_forms(self) -> int:
+        return sum(map(len, self.known.values()))
+
+    def forget_forms(self) -> None:
+        """Forget the forms of calls, here and at the worker."""
+        self.post([ring.FORGET])
+        for forms in self.known.values():
+            forms.clear()
 
     def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)
@@ -282,7 +292,11 @@ class Stream:
         begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
         while True:
             self._await_answer()
-            if _WORD.unpack_from(self._reply, 0)[0] == number:
+            answered = _WORD.unpack_from(self._reply, 0)[0]
+            if answered == ENDED:
+                self.closed, _ = load_error(loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))[1])
+                raise self.closed
+            if answered == number:
                 break  # an earlier one is that of a question whose wait was interrupted
         self._waits = False
         if observing.line is not None and begin:

@@ -42,7 +42,8 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
-_REMEMBERED = 1 << 18
+_REMEMBERED, _FORMS = 1 << 18, 1 << 15
+"""Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -59,10 +60,10 @@ class RemoteTensor(torch.Tensor):
     _offset: int
     _words: tuple[int, int]
     """The storage's name, and -1 for all of it as it was made, else the offset of a view (``_at``)."""
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         op = known_operators.get(func) or operator(func)
         return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
 
@@ -97,7 +98,7 @@ class RemoteTensor(torch.Tensor):
     def tolist(self) -> Any:
         return at_place(self.detach(), None).tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.no_grad():
             text = repr(at_place(self.detach(), None).requires_grad_(self.requires_grad and self.is_leaf))
         if self.grad_fn is not None:
@@ -121,7 +122,11 @@ class RemoteTensor(torch.Tensor):
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
         made = self.data
-        made = torch.nn.Parameter(made, self.requires_grad) if getattr(self, "_is_param", False) else made.requires_grad_(self.requires_grad)
+        made = (
+            torch.nn.Parameter(made, self.requires_grad)
+            if getattr(self, "_is_param", False)
+            else made.requires_grad_(self.requires_grad)
+        )
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
         return made
 
@@ -138,6 +143,9 @@ class RemoteTensor(torch.Tensor):
         made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # as ``nn.Parameter`` does: neither gradient nor attributes
+            return made
         kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
         made.__dict__.update(copy.deepcopy(kept, memo))
         if self.grad is not None:
@@ -165,7 +173,7 @@ class RemoteTensor(torch.Tensor):
         value = at_place(value.detach(), self._handle.stream) if type(value) is not RemoteTensor else value
         assert type(value) is RemoteTensor
         anchor = self._handle.anchor
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        _data.__set__(self, value)
         self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
 
@@ -177,7 +185,9 @@ class RemoteTensor(torch.Tensor):
         raise NotSupported("a tensor that lies at a worker has no address here", hint=".cpu() brings a copy home")
 
     def __dlpack__(self, **options: Any) -> Any:
-        raise NotSupported("a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home")
+        raise NotSupported(
+            "a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home"
+        )
 
     def share_memory_(self) -> Any:
         raise NotSupported("a tensor that lies at a worker is not shared with processes here", hint=".cpu() brings a copy home")
@@ -237,7 +247,7 @@ def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
     if found is None:
         handle = tensor._handle
         strided = tensor._meta.geometry.layout is _STRIDED
-        whole = tensor._at == -1 and (not strided or tensor._offset == 0 and _dense(tensor))
+        whole = tensor._at == -1 and (not strided or (tensor._offset == 0 and _dense(tensor)))
         bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
         source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
         copied = post(handle.stream, operator(aten.clone.default), (source,), {})
@@ -337,11 +347,10 @@ def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor])
     if tensor.layout is torch.sparse_coo:
         parts = aten._indices.default(tensor), aten._values.default(tensor)
         indices, values = (move(part) for part in parts)
-        found = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
             tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
             layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
         )  # fmt: skip
-        return found
     raise _no_layout(tensor.layout)
 
 
@@ -352,9 +361,13 @@ def _no_layout(layout: torch.layout) -> NotSupported:
 def _check_kind(tensor: torch.Tensor) -> None:
     if tensor.is_quantized or tensor.is_nested:
         raise NotSupported(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(type(tensor), "__torch_dispatch__"):
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
+
+
+def bring_home(value: Any) -> Any:
+    """A value of lists, tuples and dictionaries, with its remote tensors copied here."""
+    return tree_map_only(RemoteTensor, lambda tensor: tensor.cpu(), value)
 
 
 # -- where an operation runs
@@ -363,9 +376,9 @@ _ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them."""
 
 
-_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad
-"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors only:
-it ran here."""
+_OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors
+only: it ran here."""
 
 
 class _Running(threading.local):
@@ -444,11 +457,14 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _draw(op, args, kwargs)
     if op.func is aten._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type != "cpu":
         return _to(args[0], kwargs["device"], kwargs)
-    return post_here(op, args, kwargs)
+    found = post_here(op, args, kwargs)
+    if op.read_here is None:
+        return found
+    return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -465,7 +481,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied back."""
+    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied
+    back."""
     written = op.operands_written(args, kwargs)
     place = _choose(tensors, written)
     _remember(place)
@@ -501,7 +518,7 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
     if len(given) == 1:
         return given[0]
-    return tuple(given if out is None else (each if own is None else own for each, own in zip(out, given)))
+    return tuple(given) if out is None else tuple(each if own is None else own for each, own in zip(out, given))
 
 
 def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -678,7 +695,8 @@ def _ask(
                 made[name] = index
                 results.append(("new", nbytes, meta, offset))
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
-    if not (op.dynamic and op.sized_by_values(args)) and all(each._meta.strided for each in tensors):
+    sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
+    if not sparse and not (op.dynamic and op.sized_by_values(args)):
         known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
@@ -686,6 +704,8 @@ def _ask(
             known.kind, known.result = _ONE, results[0][1:]
         else:
             known.kind = _SEVERAL
+    if place.known_forms() >= _FORMS:
+        place.forget_forms()
     place.known[_grad()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
 
@@ -726,6 +746,8 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = (op.func, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
         known = _views.get(form)
         if known is None:
+            if len(_views) >= _FORMS:
+                _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
     if type(known) is list:
         return [_over(base, *each) for each in known]
@@ -760,7 +782,7 @@ def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refresh(tensor: RemoteTensor) -> None:
     """The tensor's geometry has changed here."""
-    meta, offset = meta_of(geometry(tensor)), tensor.storage_offset()
+    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
     if meta is not tensor._meta or offset != tensor._offset:
         tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
 
@@ -835,7 +857,7 @@ def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> A
     moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
     rest = {name: value for name, value in kwargs.items() if name != "device"}
     wanted = kwargs.get("dtype")
-    if wanted is not None and wanted is not tensor.dtype or kwargs.get("memory_format") is not None:
+    if (wanted is not None and wanted is not tensor.dtype) or kwargs.get("memory_format") is not None:
         return aten._to_copy.default(moved, **rest)
     return moved
 
@@ -844,3 +866,17 @@ def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], 
     """An uninitialised tensor at a worker."""
     op = operator(aten.empty_strided.default)
     return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
+
+
+_data: Any = torch.Tensor.data
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if type(value) is RemoteTensor and type(tensor) is not RemoteTensor:
+        value = at_place(value.detach(), None).clone()
+    _data.__set__(tensor, value)
+
+
+# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
+# two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
+torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]

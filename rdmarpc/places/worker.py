@@ -15,17 +15,20 @@ SEND        name, at, meta, target, region, offset, shift: write it there and te
 FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
 CHECK       question: answered when all before it has been run
 RESET       the caller knows of the error: go on
+FORGET      all signatures
 STATE       length, text: flags of torch under which operations run
 LAST        the stream ends
 ==========  ==========================================================================================================
 
-Errors: one that happens in ASK is the answer, and nothing is changed but what the operator has changed. One in OPERATION is kept:
-nothing more is run, everything named from then on is *void*, and so is what is sent to other workers, whose streams then do the
-same. The next answer is the error; RESET, which the caller posts to all its streams, ends that state. What is void stays so.
+Errors: one that happens in ASK is the answer, and nothing is changed but what the operator has changed. One in OPERATION is
+kept: nothing more is run, everything named from then on is *void*, and so is what is sent to other workers, whose streams
+then do the same. The next answer is the error; RESET, which the caller posts to all its streams, ends that state. What is
+void stays so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 import threading
@@ -53,6 +56,10 @@ _SHOWN = {
     ring.FETCH: "a copy to the caller",
 }
 """Messages that a timeline has, and what they are in words."""
+
+
+ENDED = -1
+"""In the place of a question's number: the stream has ended, and nothing will be answered any more."""
 
 
 class Void:
@@ -85,7 +92,9 @@ def _overload(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
     except AttributeError:
-        raise NotSupported(f"this worker has no operator {name}", hint="import what registers it in the worker's program") from None
+        raise NotSupported(
+            f"this worker has no operator {name}", hint="import what registers it in the worker's program"
+        ) from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -134,7 +143,7 @@ class Runner:
         self._done_window = channel.window(RemoteRegion.load(done), self._done_memory, notify=notify + 1)
         number = channel.take_numbers(1)
         self.ring = ring.RingReader(channel, self._ring_memory, number)
-        self._run: dict[int, Callable[[list[int], int], int]] = {
+        self._run: dict[int, Callable[[list[int], int], None]] = {
             ring.OPERATION: self._operation,
             ring.ASK: self._ask,
             ring.FREE: self._free,
@@ -147,6 +156,7 @@ class Runner:
             ring.CHECK: self._check,
             ring.RESET: self._reset,
             ring.STATE: self._state,
+            ring.FORGET: self._forget,
         }
         self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
         self.thread.start()
@@ -181,8 +191,9 @@ class Runner:
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(True):
                 self._loop()
-        except RdmaError:
-            pass  # the caller has gone, or we leave
+        except RdmaError as error:  # the caller has gone, or we leave, or nothing more can be read
+            with contextlib.suppress(RdmaError):
+                self._answer(ENDED, ("error", dump_error(error, self._position)))
         finally:
             self.stopped = True
             self.values.clear()
@@ -198,7 +209,7 @@ class Runner:
                 if not reader.wait():
                     self.channel.check()
                     continue
-            self._start = reader.read
+            self._start, self._at = reader.read, 0
             self._batch = words = reader.take()
             line = None if observing.line is None else self._track(observing.line)
             at, end = 0, len(words)
@@ -255,11 +266,17 @@ class Runner:
         words, at = self._batch, self._at
         try:
             awaited = bool(words) and words[at] & 255 == ring.LAND
-            now = f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}" if words else f"waits for {self.channel.peer} to post"
+            now = (
+                f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}"
+                if words
+                else f"waits for {self.channel.peer} to post"
+            )
         except (IndexError, KeyError):
             now = "between two operations"
         state = "has ended" if self.stopped else now if self.void is None else "stands still until its error is asked for"
-        return f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        return (
+            f"stream of {self.channel.peer} at {self.device}: {state}; {self.operations} operations, {len(self.values)} tensors"
+        )
 
     def _tell(self) -> None:
         if self._told != self.ring.read:
@@ -337,7 +354,11 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position)))
+            raise _Voided(
+                found
+                or self.void
+                or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position))
+            )
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:
@@ -351,7 +372,9 @@ class Runner:
                 wanted, offset, named = told
                 if each.shape != wanted.shape or each.dtype is not wanted.dtype or each.layout is not wanted.layout:
                     raise _changed(signature, each, wanted)
-                if wanted.layout is torch.strided and (each.stride() != wanted.strides or named and each.storage_offset() != offset):
+                if wanted.layout is torch.strided and (
+                    each.stride() != wanted.strides or (named and each.storage_offset() != offset)
+                ):
                     raise _changed(signature, each, wanted)
                 if named:
                     self.values[name] = each
@@ -383,7 +406,8 @@ class Runner:
         """(name, tensor as it was made) of all operands that are not void."""
         found: list[tuple[int, torch.Tensor]] = []
 
-        def walk(kind: str, value: Any, at: int) -> int:
+        def walk(argument: tuple[str, Any], at: int) -> int:
+            kind, value = argument
             if kind == "w":
                 tensor = self.values.get(words[at])
                 if isinstance(tensor, torch.Tensor):
@@ -391,12 +415,12 @@ class Runner:
                 return at + 2
             if kind == "l":
                 for each in value:
-                    at = walk(*each, at)
+                    at = walk(each, at)
                 return at
             return at if kind == "c" else at + 1
 
-        for kind, value in (*signature.takes, *(each for _, each in signature.keywords)):
-            at = walk(kind, value, at)
+        for argument in (*signature.takes, *(each for _, each in signature.keywords)):
+            at = walk(argument, at)
         return found
 
     def _describe(self, signature: Signature, name: int, result: Any, operands: list[tuple[int, torch.Tensor]]) -> list[Any]:
@@ -417,7 +441,7 @@ class Runner:
             if each.layout is torch.strided:
                 storage = each.untyped_storage()
                 own = next((key for key, tensor in known if tensor.untyped_storage()._cdata == storage._cdata), name)
-                offset, nbytes = each.storage_offset(), storage.nbytes()
+                offset, nbytes = int(each.storage_offset()), storage.nbytes()
             else:
                 each = each.clone()  # it may hold on to operands' memory, which the caller would give to others
             if own == name:
@@ -449,6 +473,9 @@ class Runner:
     def _reset(self, words: list[int], at: int) -> None:
         self.void = None
 
+    def _forget(self, words: list[int], at: int) -> None:
+        self.signatures.clear()
+
     def _state(self, words: list[int], at: int) -> None:
         set_flags(load(words, at))
 
@@ -469,7 +496,7 @@ class Runner:
 
     def _land(self, words: list[int], at: int) -> None:
         name, meta, region, offset, shift = words[at : at + 5]
-        memory, buffer = self.regions[region]
+        buffer = self.regions[region][1]
         if region in self.sources:
             self._await(region)
             if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
@@ -547,7 +574,7 @@ def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]
 
 
 def _resized() -> NotSupported:
-    return NotSupported("a tensor that lies at a worker is not resized in place", hint="give out= one of the result's shape")
+    return NotSupported("a tensor that lies at a worker is not resized in place", hint="give out= a tensor of the result's shape")
 
 
 class Derived(RdmaError):
@@ -601,7 +628,8 @@ class Landing:
         self.channel.notify(self.notify)
 
     def put(self, offset: int, shift: int, tensor: torch.Tensor) -> None:
-        """Write the numbers of a bare tensor, with its strides. They are there when anything that this thread sends later is."""
+        """Write the numbers of a bare tensor, with its strides. They are there when anything that this thread sends later
+        is."""
         nbytes = room(geometry(tensor), shift)[0]
         write_strided(self.channel, self.remote[offset : offset + nbytes], shift, tensor, self.mapped, offset)
 
@@ -615,12 +643,14 @@ def registered(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
 def write_strided(
     channel: Channel, remote: RemoteRegion, shift: int, tensor: torch.Tensor, mapped: Any, offset: int = 0
 ) -> None:
-    """Write a bare tensor to ``shift`` bytes behind the start of ``remote``, with its strides. ``mapped``: memory of the peer in
-    which ``remote`` begins at ``offset``, if it is mapped already."""
+    """Write a bare tensor to ``shift`` bytes behind the start of ``remote``, with its strides. ``mapped``: memory of the
+    peer in which ``remote`` begins at ``offset``, if it is mapped already."""
     if not tensor.numel():
         return
     if 0 in tensor.stride():  # elements that are one are written once
-        tensor = tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride())
+        tensor = tensor.as_strided(
+            [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride())], tensor.stride()
+        )
     if mapped is None:
         mapped, offset = channel.map(remote), 0
     if mapped is not None:
@@ -641,19 +671,21 @@ def write_strided(
 
 def flags() -> tuple[Any, ...]:
     """Flags of torch, and of this thread, that change what operators compute."""
-    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0)
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0, _dtype())
 
 
 def set_flags(told: tuple[Any, ...]) -> None:
     """Set them, in the thread that runs operations."""
-    deterministic, warns, mkldnn, precision, threads, flushes = told
+    deterministic, warns, mkldnn, precision, threads, flushes, dtype = told
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushes)
+    torch.set_default_dtype(decode(dtype))
 
 
 _deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
 _mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
+_dtype = torch.get_default_dtype
 _TINY, _ONE = 5e-324, 1.0

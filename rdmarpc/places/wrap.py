@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..calls import agent as _agent
 from ..graph.show.describe import Transfers
 from ..transport import NotSupported
 from .batches import checked, forward_backward
+from .checkpoint import load_checkpoint
 from .geometry import geometry
 from .placement import Where, home, resolve
 from .recording import FirstSteps
 from .runners import counters_here
 from .stream import Stream, meta_of, stream_to, streams
-from .tensor import OWN, RemoteTensor, at_place, place_of, running_at, wrapper
+from .tensor import OWN, RemoteTensor, at_place, bring_home, make_empty, place_of, running_at, wrapper
 
 
 def wrap(
@@ -31,10 +33,10 @@ def wrap(
     runs where its tensors lie (``RemoteTensor``).
 
     ``placement`` maps paths of modules, at any depth, to workers (``worker``, ``worker/cuda:1``, ``rank:1``);
-    ``"layers.0-5"`` stands for ``layers.0`` to ``layers.5``, ``""`` for the whole model. Modules below a path go with it, unless
-    they have an entry of their own. What no entry covers stays here. Tensors that share memory move together, to where the
-    first of them goes. Parameters stay the objects that they are, with their gradients, hooks and attributes, so an optimizer
-    that has them keeps them.
+    ``"layers.0-5"`` stands for ``layers.0`` to ``layers.5``, ``""`` for the whole model. Modules below a path go with it,
+    unless they have an entry of their own. What no entry covers stays here. Tensors that share memory move together, to
+    where the first of them goes. Parameters stay the objects that they are, with their gradients, hooks and attributes, so
+    an optimizer that has them keeps them.
 
     A list of workers gives a part *replicas*: its batch is split among them like ``torch.chunk``, the parameters lie at the
     first and are copied to the others when they have changed, and the results are joined. It computes
@@ -51,6 +53,9 @@ def wrap(
         raise ValueError(f'outputs={outputs!r} is not known; use "there" or "here"')
     if isinstance(net, torch.jit.ScriptModule):
         raise NotSupported("a scripted module keeps its parameters where Python cannot move them")
+    for name, parameter in net.named_parameters():
+        if hasattr(type(parameter), "_watch"):  # a ``served.parameter.ServedParameter``
+            raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     if not isinstance(net, WrappedModel):
@@ -70,7 +75,7 @@ class Placed:
 
     saved: tuple[dict[str, Any], str] | None = None
 
-    def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str, first: FirstSteps) -> None:
+    def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str, first: FirstSteps | None = None) -> None:
         self.places, self.chunks, self.outputs, self.first = places, chunks, outputs, first
         self.steps = 0
 
@@ -86,14 +91,17 @@ class Placed:
 class WrappedModel(nn.Module):
     """What ``wrap`` makes of a model's class: a subclass with these methods besides."""
 
-    _placement: Placed
+    _placement = Placed({}, 1, "there")
+    """What a module of this class has that was made of another one (``net[1:]``)."""
     _wrapped: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._placement.steps += 1
-        self._placement.first.begin(args, kwargs)
+        placed = self._placement
+        placed.steps += 1
+        if placed.first is not None:
+            placed.first.begin(args, kwargs)
         found = super().__call__(*args, **kwargs)
-        return bring_home(found) if self._placement.outputs == "here" else found
+        return bring_home(found) if placed.outputs == "here" else found
 
     def forward_backward(
         self,
@@ -101,23 +109,50 @@ class WrappedModel(nn.Module):
         *args: Any,
         target: Any = None,
         chunks: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = "gpipe",
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of one batch in ``chunks`` micro-batches; see ``batches.forward_backward``."""
         placed = self._placement
-        with placed.first.whole(args, kwargs):
-            return forward_backward(self, loss_fn, args, kwargs, target, placed.chunks if chunks is None else chunks, schedule)
+        with nullcontext() if placed.first is None else placed.first.whole(args, kwargs):
+            count = placed.chunks if chunks is None else chunks
+            return forward_backward(self, loss_fn, args, kwargs, target, count, schedule, len(placed.workers))
 
     def transfers(self) -> list[Transfers]:
-        """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or without
-        grad), the last used one last. What is seen are the first two steps with each of the first eight forms
+        """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or
+        without grad), the last used one last. What is seen are the first two steps with each of the first eight forms
         (``recording`` shows any other). Entries have ``save`` and ``draw``, and print as tables."""
-        return self._placement.first.transfers()
+        return [] if self._placement.first is None else self._placement.first.transfers()
 
     def placement_table(self) -> str:
         """The tables of ``transfers`` alone, an empty line between two."""
         return "\n\n".join(found.table() for found in self.transfers())
+
+    def replace(self, lost: str, successor: str) -> dict[str, Any]:
+        """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
+        models, optimizers and generators, so that training goes on as after that checkpoint. Returns the state of that call,
+        with its plain data as they were saved. ``ValueError`` for workers that are not in the group or have no part,
+        ``NotSupported`` where there was no checkpoint."""
+        placed, agent = self._placement, _agent.current()
+        if placed.saved is None:
+            raise NotSupported(
+                "there is no checkpoint of this model", hint="call rdmarpc.save_checkpoint() in the training loop"
+            )
+        if lost not in placed.workers or successor not in agent.worker_names():
+            raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one of this group")
+        state, folder = placed.saved
+        for tensor in {id(t): t for t in (*self.parameters(), *self.buffers())}.values():
+            if type(tensor) is RemoteTensor and tensor._handle.stream.worker == lost:
+                place = stream_to(successor, tensor._handle.stream.device)
+                tensor.grad = None
+                if place is None:
+                    exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+                else:  # also while a graph of an earlier forward has the tensor
+                    tensor.data = make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        for each in placed.places.values():
+            each[:] = [(successor if worker == lost else worker, device) for worker, device in each]
+        load_checkpoint(state, folder)
+        return state
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """Counters of this process, of its streams, and, with ``everywhere``, of the workers that have parts."""
@@ -138,28 +173,34 @@ class WrappedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
-        make, args, *rest = super().__reduce_ex__(protocol)
-        rest[0] = {name: value for name, value in rest[0].items() if name != "_placement"}
-        return make, (self._wrapped, *args[1:]), *rest
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, args, state, *rest = reduced
+        state = {name: value for name, value in state.items() if name != "_placement"}
+        return _made, (self._wrapped, *args[1:]), state, *rest
+
+
+def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
+    return kind.__new__(kind, *args)
 
 
 class Replicas:
     """The forward of a part with replicas."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], places: list[Stream | None]) -> None:
-        self.module, self.forward, self.places = module, forward, places
+    def __init__(self, forward: Callable[..., Any], where: list[Where]) -> None:
+        self.forward, self.where = forward, where
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
         if not tensors:
             return self.forward(*args, **kwargs)
         batch = len(tensors[0])
-        sizes = [len(piece) for piece in torch.empty(batch, device="meta").chunk(len(self.places))]
+        sizes = [len(piece) for piece in torch.empty(batch, device="meta").chunk(len(self.where))]
         pieces = {id(t): t.split(sizes) for t in tensors if len(t) == batch}
         results = []
-        for at, place in zip(range(len(sizes)), self.places):
+        for at, place in zip(range(len(sizes)), self.where):
             given, more = tree_map(lambda leaf, at=at: pieces[id(leaf)][at] if id(leaf) in pieces else leaf, (args, kwargs))
-            with running_at(place):
+            with running_at(stream_to(*place)):
                 results.append(self.forward(*given, **more))
         return _joined(results, sizes)
 
@@ -171,7 +212,9 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
     for shards in zip(*columns):
         if all(isinstance(each, torch.Tensor) and each.dim() > 0 for each in shards):
             if [len(each) for each in shards] != sizes:
-                raise NotSupported("a part with replicas gave a result that is no batch: its first dimension is not that of its input")
+                raise NotSupported(
+                    "a part with replicas gave a result that is no batch: its first dimension is not that of its input"
+                )
             leaves.append(torch.cat(shards))
         elif any(isinstance(each, torch.Tensor) for each in shards):
             raise NotSupported("a part with replicas gave a result that is no batch: it has no dimensions")
@@ -182,7 +225,7 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
 
 def replicate(module: nn.Module, places: list[Where]) -> None:
     """Have a module's forward split its batch among places."""
-    module.forward = Replicas(module, module.forward, [stream_to(*where) for where in places])  # type: ignore[method-assign]
+    module.forward = Replicas(module.forward, places)
 
 
 def come_home(net: nn.Module) -> None:
@@ -196,51 +239,89 @@ def come_home(net: nn.Module) -> None:
         exchange(tensor, at_place(tensor.detach(), None).clone())
 
 
-def bring_home(value: Any) -> Any:
-    """A value of lists, tuples and dictionaries, with its remote tensors copied here."""
-    return tree_map_only(RemoteTensor, lambda tensor: tensor.cpu(), value)
-
-
 def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
-    """Move tensors to their places, in place: who holds a parameter holds it afterwards. What shares memory moves together, to
-    where the first of them goes."""
-    found: dict[int, tuple[Where, list[torch.Tensor]]] = {}
-    loose: dict[int, list[torch.Tensor]] = {}
+    """Move tensors to their places, in place: who holds a parameter holds it afterwards. Tensors that overlap in memory move as
+    one, to where the first of them goes. Nothing has moved when an error is raised."""
+    storages: dict[int, list[tuple[torch.Tensor, Where | None]]] = {}
+    seen: set[int] = set()
     for path, module in net.named_modules(remove_duplicate=False):
         where = home(places, path)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or type(tensor) is RemoteTensor:
                 continue
-            if is_lazy(tensor):
-                raise NotSupported(f"{path or type(net).__name__} has a parameter that has no shape yet: run it once first")
+            if where is not None:
+                check_movable(tensor, f"{path}.{name}" if path else name)
             key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-            if where is None and key not in found:
-                loose.setdefault(key, []).append(tensor)
-                continue
-            entry = found.setdefault(key, (where, loose.pop(key, [])))  # type: ignore[arg-type]
-            if not any(tensor is each for each in entry[1]):
-                entry[1].append(tensor)
-    for where, tensors in found.values():
-        place = stream_to(*where)
-        if place is not None:
-            move_tensors(tensors, place)
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                storages.setdefault(key, []).append((tensor, where))
+            elif where is not None:
+                storages[key] = [(t, where if t is tensor and w is None else w) for t, w in storages[key]]
+    groups = [group for sharing in storages.values() for group in _overlapping(sharing)]
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for group in groups:
+            where = next((where for _, where in group if where is not None), None)
+            place = None if where is None else stream_to(*where)
+            if place is not None:
+                move_tensors([tensor for tensor, _ in group], place, done)
+    except BaseException:
+        for tensor, original in done:
+            exchange(tensor, original)
+        raise
 
 
-def move_tensors(tensors: list[torch.Tensor], place: Stream) -> None:
-    """Move tensors over one storage to a place; these very objects lie there then."""
-    first = tensors[0]
-    if len(tensors) == 1 or first.layout is not torch.strided:
-        copies = [at_place(tensor.detach(), place) for tensor in tensors]
+def check_movable(tensor: torch.Tensor, name: str) -> None:
+    """``NotSupported`` for a parameter or buffer that would not be the same elsewhere."""
+    if is_lazy(tensor):
+        raise NotSupported(f"{name} has no shape yet", hint="run the model once before it is wrapped")
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise NotSupported(f"{name} is a {type(tensor).__name__}: a class of its own would be lost at a worker")
+
+
+Sharing = list[tuple[torch.Tensor, "Where | None"]]
+
+
+def _overlapping(sharing: Sharing) -> list[Sharing]:
+    """Tensors over one storage in groups that overlap. ``NotSupported`` if one of them moves, and tensors outside of the model
+    lie over the same memory: they would keep the old one."""
+    first = sharing[0][0]
+    if first.layout is not torch.strided:
+        return [sharing]
+    storage = first.untyped_storage()
+    others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
+    if others > 0 and any(where is not None for _, where in sharing):
+        raise NotSupported(
+            f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model",
+            hint="drop views of parameters, and graphs of earlier forwards, before wrap; or clone() what stays",
+        )
+    groups: list[Sharing] = []
+    end = -1
+    for tensor, where in sorted(sharing, key=lambda each: each[0].storage_offset() * each[0].itemsize):
+        start = tensor.storage_offset() * tensor.itemsize
+        if start < end:
+            groups[-1].append((tensor, where))
+        else:
+            groups.append([(tensor, where)])
+        end = max(end, int(start) + geometry(tensor).span * tensor.itemsize)
+    return groups
+
+
+def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Move tensors that overlap to a place; these very objects lie there then. Each goes into ``done``, with what it was."""
+    if len(tensors) == 1 or tensors[0].layout is not torch.strided:
+        copies: list[Any] = [at_place(tensor.detach(), place) for tensor in tensors]
     else:
-        whole = at_place(torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()), place)
-        copies = [wrapper(whole._handle, meta_of(geometry(t)), t.storage_offset(), t.storage_offset()) for t in tensors]
+        whole: Any = at_place(torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()), place)
+        offsets = [int(tensor.storage_offset()) for tensor in tensors]
+        copies = [wrapper(whole._handle, meta_of(geometry(t)), at, at) for t, at in zip(tensors, offsets)]
     for tensor, copy in zip(tensors, copies):
         copy._handle.anchor = True
-        exchange(tensor, copy)
+        done.append((tensor, exchange(tensor, copy)))
 
 
-def exchange(tensor: torch.Tensor, found: torch.Tensor) -> None:
-    """Make ``tensor`` the found one, where that lies, with its own attributes, hooks and gradient."""
+def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Make ``tensor`` the found one, where that lies, with its own attributes, hooks and gradient. Returns what it was."""
     if isinstance(tensor, nn.Parameter):
         made: torch.Tensor = nn.Parameter(found, tensor.requires_grad)
     else:
@@ -248,7 +329,7 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> None:
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None
+    tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     try:
         torch._C._swap_tensor_impl(tensor, made)
     except RuntimeError as error:
@@ -265,3 +346,4 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> None:
         tensor._backward_hooks = hooks
     if after is not None:
         tensor._post_accumulate_grad_hooks = after
+    return made

@@ -28,6 +28,7 @@ from ..transport.peers.ended import nobody
 from ..transport.peers.guard import Guard
 from ..transport.words import kernels
 from . import words
+from .modes import clear, left
 from .role import Job, Role
 
 _TICK_NS = 200_000
@@ -183,6 +184,8 @@ class Pool:
             return False
         try:
             job()
+            if left():
+                clear()
         except BaseException as error:
             # Jobs report their errors to those that wait for them; this is a bug of ours and must not end the thread.
             self._guard.note(error, "running a job")

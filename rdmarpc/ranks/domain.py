@@ -7,11 +7,12 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..options import RpcBackendOptions
 from ..transport import Channel, Device, PeerLost, TransferTimeout, open_device
+from ..transport.exchange.lane import NUMBERS, Lane
 
 _CONNECT_S = 20.0
 _LOOK_S = 0.05
@@ -28,6 +29,10 @@ class Domain:
         self.jobs: weakref.WeakKeyDictionary[Any, dict[int, Channel]] = weakref.WeakKeyDictionary()
         """By the group of a whole job: the channels to its ranks that its subgroups have met."""
         self._channels: dict[str, Channel] = {}
+        self._kept: list[Lane] = []
+        """Closed lanes whose memory and numbers the peer may still write."""
+        self._numbers: weakref.WeakKeyDictionary[Channel, list[int]] = weakref.WeakKeyDictionary()
+        """By channel: first numbers of lanes that nobody writes any more."""
         self._changed = threading.Condition()
         self.device: Device = open_device(
             kind,
@@ -75,6 +80,24 @@ class Domain:
             found.peer = f"{name} ({found.peer})"
         return found
 
+    def take_numbers(self, channel: Channel) -> int:
+        """The first of a lane's numbers. Raises ``ValueError`` when too few are left."""
+        self.keep(())
+        with self._changed:
+            if spare := self._numbers.get(channel):
+                return spare.pop()
+        return channel.take_numbers(NUMBERS)
+
+    def keep(self, lanes: Iterable[Lane]) -> None:
+        """Hold closed lanes until their peers write them no more, and let go of those that are so far."""
+        with self._changed:
+            kept, self._kept = [*self._kept, *lanes], []
+            for lane in kept:
+                if not lane.released:
+                    self._kept.append(lane)
+                elif lane.channel.error is None:
+                    self._numbers.setdefault(lane.channel, []).append(lane.first)
+
     def _connect(self, address: bytes, name: str, timeout: float) -> Channel:
         try:
             return self.device.connect(address, hello=self.token.encode(), timeout=timeout)
@@ -93,6 +116,7 @@ class Domain:
         self.device.memory.return_bell(self.bell)
         self.device.close()
         self._channels.clear()
+        self._kept.clear()
 
 
 _lock = threading.Lock()

@@ -96,11 +96,17 @@ class Engine:
             if self.error is not None or streams is None:
                 self.check()
             assert streams is not None
+            if plan.changes:
+                streams.offer(plan)
             streams.begin(plan, self.sequence, source, target, patient=aside.on)
             while (status := streams.advance(_SLICE_NS)) != OK:
                 if status == MISMATCH:
                     raise self._mismatch(streams.at_fault())
                 self._look(status == CLOSED)
+            if plan.changes:
+                streams.grow(plan, self.limit, lambda: self._look(False))
+                self._plans.clear()
+                self._exchanges.clear()
 
     def _look(self, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""

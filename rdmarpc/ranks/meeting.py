@@ -32,16 +32,25 @@ from .domain import Domain
 from .signature import Mismatch
 
 _made = itertools.count()
-_PIECES, _LEAST, _MOST = 1 << 20, 16 << 10, 128 << 10
-_SLOTS, _FEWEST, _DEEPEST = 8 << 20, 4, 32
-"""Bytes of a rank's slots for one kind of lanes, and how many a lane has. Many: then a rank whose core is taken from it for a
-while holds up nobody."""
+_SLOTS = 8 << 20
+"""Bytes of a rank's slots for one kind of lanes that have carried large messages. Many: then a rank whose core is taken from it
+for a while holds up nobody."""
+_LANE = 4 << 20
+"""Bytes of those in one direction of a lane, at most."""
+_FEW = 128 << 10, 256 << 10
+"""Bytes of a rank's slots for collectives, and for pairs, before that."""
+_DEPTHS = 2, 8
+"""How many slots these are in a direction of a lane. The second is how many small messages nobody has to wait for."""
+_LEAST, _FAR, _MOST = 4 << 10, 16 << 10, 128 << 10
+"""Bytes of a piece: at least, at least where members are on several hosts, and at most."""
 ERROR, LEFT = "E", "L"
 """The first letter of a notice: the group has failed, or its sender has left it."""
 _FAILED = "failed"
 """The key of what a rank tells that cannot join."""
 _GRACE_S = 0.05
 _LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
+_LAST = "open"
+"""What ranks tell last."""
 _CLAIMS_S = 0.1
 """How often a rank that waits looks at the claims."""
 
@@ -119,7 +128,8 @@ class Meeting:
                 found.extend(bytes(self._store.get(key)) for key in keys)
             else:
                 self._look(keys)
-                self._look_at_claims()
+                if kind != _LAST:  # then others may take their claims back
+                    self._look_at_claims()
             return bool(found)
 
         self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
@@ -251,11 +261,17 @@ class Meeting:
         kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", kind)
         return domains.enter(lambda: Domain(b"" if agreed == USERS else secret, kind, self.options))
 
+    def _sizes(self, kind: int) -> tuple[int, tuple[int, int]]:
+        """Bytes of a piece in a lane of this kind, and its slots in each direction, at first and later."""
+        others, depth = self.size - 1, _DEPTHS[kind]
+        near = len({each.host for each in self._claims}) == 1
+        room = _FEW[kind] if near else _SLOTS // 8
+        piece = max(_LEAST if near else _FAR, min(_MOST, room // others // (depth if near else 1) // 4096 * 4096))
+        return piece, (depth, max(depth, min(_SLOTS // others, _LANE) // piece))
+
     def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
-        """``kinds`` lanes to every other member, open."""
+        """``kinds`` lanes to every other member, open: for collectives, and for pairs."""
         members = [Member.load(text) for text in self.all("member", Member(domain.token, domain.device.address).dump())]
-        piece = max(_LEAST, min(_MOST, (_PIECES // max(self.size - 1, 1)) // 4096 * 4096))
-        depth = max(_FEWEST, min(_DEEPEST, _SLOTS // max(self.size - 1, 1) // piece))
         made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
         for rank, member in enumerate(members):
             if rank == self.rank:
@@ -263,8 +279,8 @@ class Meeting:
             check = partial(self._check_member, rank)
             called = f"rank {self._ranks[rank]}"
             channel = self.channels[rank] = domain.channel(member.token, member.address, called, self.timeout, check)
-            for lanes in made:
-                lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)
+            for kind, lanes in enumerate(made):
+                lanes[rank] = Lane(domain.device, channel, *self._sizes(kind), domain.bell, domain.take_numbers(channel))
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
         told = [json.loads(text) for text in self.all("lanes", json.dumps(offers))]
         for rank in made[0]:
@@ -275,11 +291,11 @@ class Meeting:
     def end(self) -> None:
         """Nobody's memory is given back before all have opened it. Then take back what nobody needs any more: a process that
         joins under one of these ranks later must not find it."""
-        self.all("open", "")
+        self.all(_LAST, "")
         with contextlib.suppress(RuntimeError):  # of a store that cannot, or has ended
             for key in self._told:
                 store = self._base if key.startswith("claim/") else self._store
-                if not key.startswith("open/"):
+                if not key.startswith(_LAST):
                     store.delete_key(key)
 
 
@@ -393,8 +409,9 @@ class Ranks:
             return
         if farewell and not self._told:
             self.tell(farewell)
-        for lanes in self.lanes:
-            for lane in lanes.values():
-                lane.close()
-        self.streams = None
+        lanes = [lane for kind in self.lanes for lane in kind.values()]
+        for lane in lanes:
+            lane.close()
+        self.streams, self.lanes = None, [{}, {}]
+        domain.keep(lanes)
         domains.leave(domain)

@@ -17,6 +17,7 @@ from ..gradients.roots import check_types, referenced_scalar, scalars
 from ..ground import here
 from ..ground.futures import Awaitable, fail, mapped
 from ..ground.worker_info import WorkerInfo
+from ..internal import taken_apart
 from ..links.frames import CONTROL
 from ..message import serialize
 from ..message.incoming import landed_reference
@@ -144,12 +145,14 @@ class RRef(Generic[T]):
     def _call(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         check(self, "call rpc_sync() on it")
         function = call_of(self._get_type(timeout), name)
-        return self._agent.call(self.owner(), function, (self, name, args, kwargs), None, timeout)
+        return self._agent.call(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout)
 
     def _create(self, timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
         check(self, "call remote() on it")
         function = call_of(self._get_type(timeout), name)
-        return over(self._agent, self._agent.create(self.owner(), function, (self, name, args, kwargs), None, timeout))
+        return over(
+            self._agent, self._agent.create(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout)
+        )
 
     def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
         """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever
@@ -162,7 +165,8 @@ class RRef(Generic[T]):
             try:
                 function = call_of(found.value(), name)
                 with torch.set_grad_enabled(recorded):
-                    future = self._agent.call_async(self.owner(), function, (self, name, args, kwargs), None, timeout)
+                    call = taken_apart(function, (self, name, args, kwargs), None)
+                    future = self._agent.call_async(self.owner(), *call, timeout)
             except Exception as error:
                 fail(result, bare(error))
                 return

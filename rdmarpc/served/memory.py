@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..graph.wire.layout import dense
+from ..graph.servers.layout import dense
 from ..ground.advice import warn
-from ..parts.parameter import RemoteParameter
+from ..places.tensor import RemoteTensor
 from ..transport import NotSupported
 from .parameter import ServedParameter
 
@@ -25,8 +25,8 @@ def check(net: nn.Module) -> list[Shown]:
     """What shows the memory of parameters within the model. Raises ``NotSupported`` for parameters that are served or elsewhere
     already, and for memory that could not be shared any more. Warns of tensors outside of the model that show it."""
     for name, parameter in net.named_parameters():
-        if isinstance(parameter, RemoteParameter):
-            raise NotSupported(f"{name!r} is a parameter of a wrapped model", hint="wrap a model, or serve it")
+        if isinstance(parameter, RemoteTensor):
+            raise NotSupported(f"{name!r} lies at a worker", hint="wrap a model, or serve it")
         if isinstance(parameter, ServedParameter):
             raise NotSupported(f"{name!r} is served already", hint="close() that served model first, also after an error")
     parameters = sorted(_spans(net.named_parameters()))

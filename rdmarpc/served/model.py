@@ -14,8 +14,7 @@ from torch import nn
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph.servers.bundle import ALWAYS, TRACED
-from ..graph.plan.place import Edge
+from ..graph.servers.bundle import ALWAYS, TRACED, Edge
 from ..graph.show.describe import Transfers, describe
 from ..graph.show.records import Crossing
 from ..transport import NotSupported, timeouts
@@ -200,7 +199,7 @@ class ServedModel(nn.Module):
         """The tensors that cross between this worker and the servers in a step, as one entry with ``save`` and ``draw``."""
         servers = state_of(self).servers
         kept = {server: sum(p.nbytes for p in parameters) for server, parameters in servers.parameters.items()}
-        return [describe(servers.placement.caller, [_crossing(edge) for edge in servers.placement.edges], kept)]
+        return [describe(servers.agent.name, [_crossing(edge) for edge in servers.edges], kept)]
 
     def placement_table(self) -> str:
         """A line for each of these tensors, and their sum."""
@@ -299,7 +298,7 @@ class ServedModel(nn.Module):
 
 def _crossing(edge: Edge) -> Crossing:
     dtype = str(edge.dtype).removeprefix("torch.")
-    return Crossing(edge.number, edge.value, edge.kind, edge.source, edge.target, edge.shape, dtype, edge.nbytes, True)
+    return Crossing(edge.number, edge.name, edge.kind, edge.source, edge.target, edge.shape, dtype, edge.nbytes, True)
 
 
 def _with_forward_of(original: type[nn.Module]) -> type[ServedModel]:

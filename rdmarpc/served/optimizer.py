@@ -17,7 +17,7 @@ from torch import nn
 
 from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
 from ..graph.servers.trainer import Half, Trainer
-from ..graph.work.remote_update import (
+from ..graph.servers.updates import (
     PER_PARAMETER,
     Elsewhere,
     counting_dtype,

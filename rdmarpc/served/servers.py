@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ..calls.agent import Agent
-from ..graph.plan.place import GRADIENT, Edge, Placement
-from ..graph.servers.bundle import WEIGHT, Bundle
+from ..graph.servers.bundle import GRADIENT, WEIGHT, Bundle, Edge
+from ..graph.servers.errors import WorkerError
+from ..graph.servers.layout import dense
 from ..graph.servers.trainer import Half, Trainer, gradient_note
-from ..graph.wire.layout import dense
-from ..graph.work.command import WorkerError
 from ..ground.dropped import Dropped
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
@@ -73,7 +72,8 @@ class Servers:
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
         agent.on_peer_lost(self.trainer.station.lost)
-        self.placement = Placement(0, agent.name, [], None, [agent.name, *self.names])
+        self.edges: list[Edge] = []
+        """All that crosses in a step."""
         try:
             with self.trainer.station.naming():
                 self._set_up(shown)
@@ -123,13 +123,13 @@ class Servers:
 
         def edges(kind: str, source: str, target: str, count: int) -> list[Edge]:
             return [
-                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype, 1)
+                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype)
                 for name, p in zip(self.names[server][:count], parameters)
             ]
 
         weights = Bundle(edges(WEIGHT, server, me, len(parameters)), orders)
         gradients = Bundle(edges(GRADIENT, me, server, learns), orders[:learns], gradient_note(learns)) if learns else None
-        self.placement.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
+        self.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
         return self.trainer.add(weights, gradients)
 
     # -- steps

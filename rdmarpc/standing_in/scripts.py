@@ -14,7 +14,7 @@ _compiled: Any = torch.jit.ScriptFunction.__call__
 
 def take_over() -> None:
     """Once a process."""
-    torch.jit.ScriptFunction.__call__ = _call  # type: ignore[method-assign]
+    torch.jit.ScriptFunction.__call__ = _call  # type: ignore[assignment, method-assign]
 
 
 def _call(function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ class Wrong(Exception):
 def same(found: Any, expected: Any, what: str) -> None:
     """Bit for bit, or ``Wrong``."""
     if isinstance(expected, torch.Tensor):
-        equal = isinstance(found, torch.Tensor) and found.dtype is expected.dtype and torch.equal(found, expected)
+        equal = isinstance(found, torch.Tensor) and found.dtype is expected.dtype and torch.equal(found.cpu(), expected)
     else:
         equal = type(found) is type(expected) and found == expected
     if not equal:

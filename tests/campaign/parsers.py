@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from rdmarpc.calls import errors
-from rdmarpc.graph.wire.header import Header, MicroBatch
-from rdmarpc.graph.wire.metadata import Metadata, metadata_bytes
+from rdmarpc.graph.servers.header import Header
 from rdmarpc.ground.worker_info import WorkerInfo
 from rdmarpc.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import layout, serialize, tensors
 from rdmarpc.message.tensors import load_places
+from rdmarpc.places.plain import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
 from rdmarpc.transport.verbs import control
@@ -198,9 +198,8 @@ def parsers() -> list[Parser]:
     region = RemoteRegion(1, 2, 3, 4, 5, 600).dump()
     mail = struct.pack("<Q", 7) + b"".join(struct.pack("<BQQ", kind, 1 << 40, 5) for kind in range(FORK, DELETE + 1))
     header = bytearray(64)
-    Header(5, 1, 3, 0, 2, 0, 0, MicroBatch(1, 4, 2).pack()).write(memoryview(header))
-    metadata = bytearray(metadata_bytes(3))
-    Metadata(RemoteRegion.load(region), (3, 4, 5)).write(memoryview(metadata))
+    Header(5, 1, 3, 16, 2).write(memoryview(header))
+    signature = dump(("aten::add.Tensor", [("w", 1), ("w", 1)], [("alpha", ("c", 1))], True))
     records = [Record("worker0", 0, "host", "shm:host:00ff", 0).dump(b"0123456789abcdef").encode()]
     dumped = [
         serialize.dumps((torch.add, (torch.ones(3), 4), {"alpha": 2}), 1)[0],
@@ -220,12 +219,7 @@ def parsers() -> list[Parser]:
         Parser("remote_error.rebuild", _errors(), errors.rebuild, anything),
         Parser("Record.load", records, _record, (RdmaError, ValueError, TypeError)),
         Parser("Header.read", [bytes(header)], lambda data: Header.read(memoryview(data.ljust(64, b"\0"))), ()),
-        Parser(
-            "Metadata.read",
-            [bytes(metadata)],
-            lambda data: Metadata.read(memoryview(data.ljust(88, b"\0")), 3),
-            (RemoteAccessError,),
-        ),
+        Parser("plain.loads", [signature], loads, anything),
         Parser("verbs_control.receive_setup", [_setup()], _over_a_socket(control.receive_setup), (RdmaError,)),
         Parser("verbs_control.receive_hello", [b"\5\0\0\0hello"], _over_a_socket(control.receive_hello), (RdmaError,)),
     ]

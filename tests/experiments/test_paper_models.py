@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
 from group import results, run_group
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rdmarpc as rpc
 from rdmarpc.experiments.exchange.models import MODELS, Convolution, loss_of
-from rdmarpc.graph.plan.analyze import analyze
-from rdmarpc.graph.plan.place import place
 from rdmarpc.graph.show import describe as transfers
-from rdmarpc.graph.show.describe import describe
-from rdmarpc.graph.trace.capture import TensorSpec
-from rdmarpc.graph.trace.methods import capture_by, methods_of
-from rdmarpc.parts.placing import resolve
+from rdmarpc.places.placement import home, resolve
 
 SERVERS = ["worker1", "worker2"]
 PRINTED = {
@@ -49,36 +42,27 @@ def test_sizes_are_those_of_the_paper(name):
 
 
 CUT = {
-    "AlexNet": ({"0-16": "w0", "17-20": "w1"}, 4, 2 * (32768 + 80)),
-    "InceptionV3": (None, 14, None),
-    "VGG16": ({"0-34": "w0", "35-38": "w1"}, 4, 2 * (32768 + 80)),
-    "LSTM": ({"gate.0-1": "w0", "gate.2-3": "w1", "output": "w1"}, 80, None),
-    "GRU": ({"gate.0-1": "w0", "gate.2": "w1", "output": "w1"}, 54, None),
-    "FCN5": ({"0-3": "w0", "4-8": "w1"}, 4, 2 * (32768 + 80)),
-    "Transformer": (None, 5, None),
+    "AlexNet": {"0-16": "w0", "17-20": "w1"},
+    "VGG16": {"0-34": "w0", "35-38": "w1"},
+    "LSTM": {"gate.0-1": "w0", "gate.2-3": "w1", "output": "w1"},
+    "GRU": {"gate.0-1": "w0", "gate.2": "w1", "output": "w1"},
+    "FCN5": {"0-3": "w0", "4-8": "w1"},
 }
-"""Placement over two workers by bytes, what crosses in a step with two samples: edges, bytes (``None``: not written down)."""
+"""Placement over two workers by bytes."""
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_transfer_graph_of_each(name):
-    with FakeTensorMode(allow_non_fake_inputs=True):
+def test_placements_are_even(name):
+    with torch.device("meta"):
         net = MODELS[name].make()
-    x, _ = MODELS[name].sample(2)
     placement = rpc.auto_placement(net, ["w0", "w1"])
-    places = resolve(net, placement, "w0", ["w0", "w1"])
-    spec = TensorSpec(tuple(x.shape), x.dtype)
-    found, refused = capture_by(methods_of("auto"), net, [spec], lambda *given: (given, {}), places.whole)
-    graph = analyze(found, places.owner, "w0", places.scope)
-    plan = describe(place(graph, 1, 2, itertools.count(1)), {})
-    expected, edges, nbytes = CUT[name]
-    assert expected in (None, placement) and not refused
-    assert len(plan.crossings) == edges and plan.nbytes == (nbytes or plan.nbytes) > 0
-    assert all(crossing.static for crossing in plan.crossings)
+    assert CUT.get(name) in (None, placement)
+    places = resolve(net, placement, ["w0", "w1"])
     # Even as far as it goes: one layer has most of VGG-16.
     shares = dict.fromkeys(("w0", "w1"), 0)
     for path, parameter in net.named_parameters():
-        shares[places.owner(path)] += parameter.numel()
+        where = home(places, path.rpartition(".")[0])
+        shares[where[0] if where else "w0"] += parameter.numel()
     assert sum(shares.values()) == MODELS[name].parameters and min(shares.values()) > MODELS[name].parameters / 9
 
 

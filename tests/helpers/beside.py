@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import rdmarpc as rpc
+from rdmarpc import places
 
 Program = Callable[[Any], Iterable[Any]]
 """What it yields is compared. It gets the model, and may raise: then type and text are compared."""
@@ -67,7 +67,7 @@ def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
 
 def wrap(net: nn.Module, placement: Any, **options: Any) -> Any:
     """A model that is closed after the test."""
-    model = rpc.wrap(net, placement, **{"timeout": 30.0, **options})
+    model = places.wrap(net, placement, **options)
     _models.add(model)
     return model
 
@@ -75,6 +75,11 @@ def wrap(net: nn.Module, placement: Any, **options: Any) -> Any:
 def close_all() -> None:
     for model in list(_models):
         model.close()
+    _models.clear()
+
+
+def forget() -> None:
+    """Close none of them: what they had is lost."""
     _models.clear()
 
 

@@ -27,7 +27,7 @@ class StandingGroup:
         self._processes: list[Any] = []
         self._folder: Any = None
 
-    def run(self, body: Callable[..., Any], *args: Any, timeout: float = 90.0) -> Any:
+    def run(self, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
         """What ``body(*args)`` returns at worker 0; ``AssertionError`` with the traceback there if it raises, or takes longer
         than ``timeout`` seconds."""
         if not self._processes:
@@ -77,6 +77,7 @@ def _work(rank: int, size: int, place: str, options: dict[str, Any], pipe: Any) 
     import torch
 
     import rdmarpc as rpc
+    from rdmarpc import places
 
     torch.set_num_threads(1)
     os.environ.update(options.pop("environment", {}))
@@ -87,7 +88,7 @@ def _work(rank: int, size: int, place: str, options: dict[str, Any], pipe: Any) 
             body, args = pipe.recv()
             pipe.send(_outcome(body, args))
     except EOFError:  # the tests are over
-        pass
+        places.close_streams()
     rpc.shutdown()
 
 

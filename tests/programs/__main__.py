@@ -104,6 +104,9 @@ def _shrink(options: argparse.Namespace) -> int:
         for seed in map(int, options.cases):
             made = drawn_programs.recipe(seed, not options.no_draws)
             kind = verdict(made).kind
+            if kind in judge.GOOD:
+                print(f"{seed}: {kind}")
+                continue
             made = drawn_programs.shrunk(made, lambda less, kind=kind: verdict(less).kind == kind)
             last = verdict(made)
             print(drawn_programs.source(made), f"\n# {seed}: {last.kind}: {last.detail}")

@@ -162,7 +162,8 @@ def compared(one: Outcome, other: Outcome) -> Verdict:
     length = min(len(one.seen), len(other.seen)) if late or other.error is not None else len(one.seen)
     found = _worst(one.seen[:length], other.seen[:length] if late else other.seen)
     if one.error is None and other.error is None:
-        return max(found, _worst(one.state, other.state), key=_rank) if found.kind != "refused" else found
+        parted = found.kind in ("refused", "other error")  # what follows has its reason in that
+        return found if parted else max(found, _worst(one.state, other.state), key=_rank)
     if found.kind == "WRONG":
         return found
     if one.error is None or other.error is None:

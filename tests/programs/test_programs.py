@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TARGET = "remote"
 
-REGRESSIONS: tuple[int, ...] = (65, 169, 190)
-"""Seeds that some target failed, besides the first ones: hooks of before placing, stale places."""
+REGRESSIONS = (65, 68, 76, 109, 113, 124, 156, 169, 190)
+"""Seeds that some target failed, besides the first ones: hooks of before placing, ``p.data = plain``, copies that kept
+gradients, conjugates, sparse gradients, packed sequences, stale places."""
 
 REFUSED = {"lazy_module", "strange_kinds", "pointers", "arrays", "forward_mode", "user_subclasses"}
 """Chosen programs of which a part may be refused by name."""

@@ -15,9 +15,9 @@ import test_distributed_optimizer
 import test_landing
 import test_rref
 import test_tensors
-import test_wrap
-import test_wrap_strided
+import torch
 from group import results, run_group
+from trained import train
 
 import rdmarpc as rpc
 
@@ -48,27 +48,19 @@ def test_calls_references_and_autograd(scenario: Callable[[int], Any], size: int
     results(run_group(scenario, size, transport="verbs", timeout=110.0, rpc_timeout=60))
 
 
-def trained(optimizer: str) -> int:
-    """A traced run, compared with its twin; returns how many bytes the devices of all workers have written."""
-    make, placement, shape, classes = test_wrap.CASES[4]
-    test_wrap.train(make, placement, optimizer, shape, classes)
-    return sum(rpc.rpc_sync(f"worker{rank}", rpc.counters)["bytes_direct"] for rank in range(3))
+def at_driver(kind: type[torch.optim.Optimizer], rank: int) -> int:
+    nbytes = train(kind) if rank == 0 else 0
+    rpc.shutdown()
+    return nbytes
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_training_is_equal_to_the_bit(optimizer: str, record_property: Callable[[str, object], None]) -> None:
-    moved(partial(trained, optimizer), 3, record_property)
-
-
-@pytest.mark.timeout(420)
-def test_payloads_with_gaps(record_property: Callable[[str, object], None]) -> None:
-    moved(test_wrap_strided.every, 2, record_property)
-
-
-def moved(body: Callable[[], int], size: int, record_property: Callable[[str, object], None]) -> None:
-    """``body()`` at worker 0 says how many bytes all devices have written: so many packets have left."""
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_training_is_equal_to_the_bit(
+    kind: type[torch.optim.Optimizer], record_property: Callable[[str, object], None]
+) -> None:
+    """As many packets have left as what all devices have written needs."""
     before = packets.counters()
-    nbytes = test_wrap.drive(body, size, transport="verbs", timeout=400.0)
+    nbytes = results(run_group(partial(at_driver, kind), 3, transport="verbs", timeout=200.0, rpc_timeout=60))[0]
     sent = packets.counters() - before
     record_property("bytes_direct", nbytes)
     assert nbytes > 0 and sent["sent_pkts"] >= packets.needed(nbytes)

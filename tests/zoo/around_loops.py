@@ -291,14 +291,12 @@ AT = {"make": Making, "places": PLACES}
 WITHIN = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad inside": grad_inside}
 TRANSFORMS = (grad_of_inputs, jacobian)
 OF_PARAMETERS = (called, grad_of_parameters, ensemble, per_sample)
-HOOKED = {"refused": "hooks for all modules"}
 
 LOOPS: dict[str, dict[str, Any]] = {
     **{
         f"around: {name}{', backward too' if both else ''}": {
             "run": around(make, both),
             **AT,
-            **(HOOKED if make is module_hook else {}),
         }
         for name, make in AROUND.items()
         for both in (False, True)
@@ -315,12 +313,8 @@ LOOPS: dict[str, dict[str, Any]] = {
     **{f"around: {name}": {"run": without_grad(make), **AT} for name, make in WITHIN.items()},
     "around: FakeTensorMode": {"run": on_fakes, **AT},
     **{f"torch.func: {run.__name__}": {"run": functional(run), **AT} for run in TRANSFORMS},
-    **{
-        f"torch.func: {run.__name__}": {"run": functional(run), "refused": "cannot be added, replaced or deleted", **AT}
-        for run in OF_PARAMETERS
-    },
-    "autograd.functional.jacobian": {"run": functional(old_jacobian), "refused": "backward through the remote parts", **AT},
-    "autograd.functional.jacobian, here": {"run": functional(old_jacobian), "options": {"capture": "here"}, **AT},
+    **{f"torch.func: {run.__name__}": {"run": functional(run), **AT} for run in OF_PARAMETERS},
+    "autograd.functional.jacobian": {"run": functional(old_jacobian), **AT},
     "autocast and GradScaler": {"run": scaled_cast, **AT},
     "autocast, full precision inside": {"run": scaled_cast, "make": inner_casts, "places": {"2": "worker1", "3": "worker2"}},
 }

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from rdmarpc.graph.trace import values
 from rdmarpc.transport import NotSupported
 
 from .entry import Entry, placed, without_chance
 from .sides import Alone, Served, Wrapped, closing, difference
 
-EQUAL, ROUNDED, REFUSED, WRONG, CRASH, BROKEN = "equal", "rounded", "refused", "wrong", "crash", "broken"
+EQUAL, REFUSED, WRONG, CRASH, BROKEN = "equal", "refused", "wrong", "crash", "broken"
 STEPS = 5
 
 
@@ -26,8 +26,7 @@ STEPS = 5
 class Row:
     """What became of one model (or loop) under one placement. ``how``: ``wrap`` with its placement, or ``serve``.
 
-    ``outcome``: ``equal``, ``rounded`` (close, and the model has named reordered sums), ``refused`` (with a reason), ``wrong``,
-    ``crash``; ``broken``: nor does it run in one process.
+    ``outcome``: ``equal``, ``refused`` (with a reason), ``wrong``, ``crash``; ``broken``: nor does it run in one process.
     ``staged``: bytes that were staged after the second step. ``ratio``: time of a step to that of one process."""
 
     family: str
@@ -35,7 +34,6 @@ class Row:
     how: str
     outcome: str
     detail: str = ""
-    captured: str = ""
     staged: int = 0
     ratio: float = 0.0
     expected: bool = True
@@ -48,7 +46,6 @@ class Trained:
     steps: list[Any]
     seconds: float
     staged: int = 0
-    reordered: int = 0
 
 
 def train(side: Alone, entry: Entry) -> Trained:
@@ -87,13 +84,12 @@ def train(side: Alone, entry: Entry) -> Trained:
     loss.backward()  # onto the gradients of the last step
     optimizer.step()
     seen.append({"loss": loss.detach(), "state": {**model.state_dict()}})
-    reordered = model.counters()["sums_reordered"] if side.name == "wrap" else 0
-    return Trained(seen, statistics.median(times[2:]), early - staged, reordered)
+    return Trained(seen, statistics.median(times[2:]), early - staged)
 
 
 def _apart_from(output: Any) -> Any:
     """The same in memory of its own."""
-    return values.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
+    return tree_map_only(torch.Tensor, torch.clone, output)
 
 
 def copied(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -126,14 +122,9 @@ def _row(row: Row, net: nn.Module, entry: Entry, alone: Trained, rule: Any) -> R
     try:
         side = Served(net) if rule is None else Wrapped(net, placed(net, rule), **entry.options)
         with closing(side):
-            try:
-                ours = train(side, entry)
-            finally:
-                row.captured = side.captured()
+            ours = train(side, entry)
         row.detail = _apart(ours.steps, alone.steps)
         row.outcome = WRONG if row.detail else EQUAL
-        if row.detail and ours.reordered and not _apart(ours.steps, alone.steps, close=True):
-            row.outcome = ROUNDED
         row.staged, row.ratio = ours.staged, ours.seconds / alone.seconds
     except NotSupported as error:
         row.outcome, row.detail = REFUSED, said(error)
@@ -141,14 +132,14 @@ def _row(row: Row, net: nn.Module, entry: Entry, alone: Trained, rule: Any) -> R
         row.outcome, row.detail = CRASH, said(error)
     gc.collect()
     wanted = entry.refused if rule is not None else ""
-    row.expected = row.outcome in ((REFUSED,) if wanted else (EQUAL, ROUNDED)) and wanted in row.detail
+    row.expected = row.outcome == (REFUSED if wanted else EQUAL) and wanted in row.detail
     return row
 
 
-def _apart(ours: list[Any], theirs: list[Any], close: bool = False) -> str:
+def _apart(ours: list[Any], theirs: list[Any]) -> str:
     for number, (mine, other) in enumerate(zip(ours, theirs)):
         for what in other:
-            if text := difference(mine[what], other[what], what, close):
+            if text := difference(mine[what], other[what], what):
                 return f"step {number}, {text}"
     return ""
 

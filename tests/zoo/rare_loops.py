@@ -509,7 +509,6 @@ def optimizer_copied(side: Alone) -> Seen:
 MOCO = {"make": MoCo, "run": contrasted}
 ELSEWHERE = {"query": "worker1", "key": "worker2"}
 CRITIC: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(10, 16), nn.LeakyReLU(), nn.Linear(16, 1))  # noqa: E731
-ALL_HERE = {"capture": "here"}
 
 LOOPS: dict[str, dict[str, Any]] = {
     "gradient centralization": {"run": centralized},
@@ -524,28 +523,24 @@ LOOPS: dict[str, dict[str, Any]] = {
     "thawed by group": {"run": thawed_by_group},
     "mixup": {"run": mixed_up},
     "mean teacher": {"run": taught},
-    "REINFORCE": {"run": reinforced, "options": {"depth": 4}},
-    "REINFORCE, two forwards may wait": {"run": reinforced, "refused": "2 forwards wait for their backward"},
+    "REINFORCE": {"run": reinforced},
     "MoCo": {**MOCO, "places": {"query": "worker1"}},
     "MoCo, the loop lets it follow": {"run": contrasted_outside, "make": MoCoOutside, "places": ELSEWHERE},
-    "MoCo, both elsewhere": {**MOCO, "places": ELSEWHERE, "refused": "'data' in the forward would be lost"},
-    "elastic weight consolidation": {"run": remembered, "refused": 'capture="here"'},
-    "elastic weight consolidation, here": {"run": remembered, "options": ALL_HERE},
-    "MAML": {"run": maml, "refused": 'capture="here"'},
-    "MAML, here": {"run": maml, "options": ALL_HERE, "refused": "cannot be added, replaced or deleted"},
+    "MoCo, both elsewhere": {**MOCO, "places": ELSEWHERE},
+    "elastic weight consolidation": {"run": remembered},
+    "MAML": {"run": maml},
     "Reptile": {"run": reptile},
-    "tied later": {"run": tied_later, "refused": "linear cannot run on it here"},
-    "pruned later": {"run": pruned_later, "refused": "cannot be added, replaced or deleted"},
+    "tied later": {"run": tied_later},
+    "pruned later": {"run": pruned_later},
     "pruned before": {"run": lambda side: plain_steps(side, side.optimizer(SGD, lr=0.1)), "make": pruned_net},
     "masks by hand": {"run": masks_by_hand},
     "parametrized later": {
         "run": parametrized_later,
-        "refused": "it cannot be parametrized from here",
         "unserved": "Creating a Parameter from an instance of type ServedParameter",
     },
     "compiled loss": {"run": compiled_loss},
     "DataLoader with processes": {"run": loaded_by_processes},
     "GAN of two models": {"run": two_models, "make": CRITIC, "places": {"0": "worker1", "2": "worker2"}},
     "resumed elsewhere": {"run": resumed},
-    "optimizer copied": {"run": optimizer_copied, "refused": "it cannot be copied"},
+    "optimizer copied": {"run": optimizer_copied},
 }

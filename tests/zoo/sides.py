@@ -11,10 +11,6 @@ import torch
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.calls import agent
-from rdmarpc.parts import owner
-from rdmarpc.parts.parameter import RemoteParameter
-from rdmarpc.wrapped.state import state_of
 
 SERVERS = ("worker1", "worker2")
 
@@ -33,9 +29,6 @@ class Alone:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
-    def captured(self) -> str:
-        return ""
-
     def close(self) -> None:
         """Nothing to do."""
 
@@ -46,31 +39,8 @@ class Wrapped(Alone):
     def __init__(self, net: nn.Module, placement: Mapping[str, str], **options: Any) -> None:
         super().__init__(rpc.wrap(net, dict(placement), **options))
 
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        session = state_of(self.model).session
-        parameters = dict(self.model.named_parameters())
-        commands = session.caller.control.sync()
-        there: dict[str, Any] = {}
-        for worker in session.workers:
-            there |= rpc.rpc_sync(worker, _gradients, args=(session.key, commands))
-        return {name: there[p.path] if isinstance(p, RemoteParameter) else p.grad for name, p in parameters.items()}
-
-    def captured(self) -> str:
-        return self.model.captured
-
     def close(self) -> None:
         self.model.close()
-
-
-def _gradients(model: str, commands: int) -> dict[str, torch.Tensor | None]:
-    """Called at an owner."""
-    host = owner._table(agent.current())[model][1]
-
-    def copied() -> dict[str, torch.Tensor | None]:
-        named = host.root.named_parameters(remove_duplicate=False)
-        return {name: None if p.grad is None else p.grad.clone() for name, p in named}
-
-    return host._on_executor(copied, commands)
 
 
 class Served(Alone):
@@ -94,27 +64,27 @@ def closing(side: Alone) -> Iterator[Alone]:
         side.close()
 
 
-def difference(ours: Any, theirs: Any, where: str = "", close: bool = False) -> str:
-    """Where two values are not the same, in type, structure or any bit (``close``: but for rounding); empty if they are."""
+def difference(ours: Any, theirs: Any, where: str = "") -> str:
+    """Where two values are not the same, in type, structure or any bit; empty if they are."""
     if isinstance(theirs, torch.Tensor):
-        return _tensors(ours, theirs, where, close)
+        return _tensors(ours, theirs, where)
     if type(ours) is not type(theirs):
         return f"{where}: {type(ours).__name__} for {type(theirs).__name__}"
     if isinstance(theirs, Mapping):
         if list(ours) != list(theirs):
             return f"{where}: keys {list(ours)} for {list(theirs)}"
-        return _first(difference(ours[key], theirs[key], f"{where}[{key!r}]", close) for key in theirs)
+        return _first(difference(ours[key], theirs[key], f"{where}[{key!r}]") for key in theirs)
     if isinstance(theirs, (list, tuple)):
         if len(ours) != len(theirs):
             return f"{where}: {len(ours)} for {len(theirs)} items"
-        return _first(difference(a, b, f"{where}[{at}]", close) for at, (a, b) in enumerate(zip(ours, theirs)))
+        return _first(difference(a, b, f"{where}[{at}]") for at, (a, b) in enumerate(zip(ours, theirs)))
     if dataclasses.is_dataclass(theirs) or hasattr(theirs, "__dict__"):
-        return difference(vars(ours), vars(theirs), where, close)
+        return difference(vars(ours), vars(theirs), where)
     same = ours == theirs or (ours != ours and theirs != theirs)
     return "" if same else f"{where}: {ours!r} for {theirs!r}"
 
 
-def _tensors(ours: Any, theirs: torch.Tensor, where: str, close: bool) -> str:
+def _tensors(ours: Any, theirs: torch.Tensor, where: str) -> str:
     if not isinstance(ours, torch.Tensor):
         return f"{where}: {type(ours).__name__} for a tensor"
     if type(ours).__name__ == "FakeTensor":
@@ -123,10 +93,10 @@ def _tensors(ours: Any, theirs: torch.Tensor, where: str, close: bool) -> str:
         return f"{where}: {tuple(ours.shape)} {ours.dtype} for {tuple(theirs.shape)} {theirs.dtype}"
     if ours.requires_grad != theirs.requires_grad:
         return f"{where}: requires_grad {ours.requires_grad} for {theirs.requires_grad}"
-    ours, theirs = ours.detach(), theirs.detach()
+    ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
     if ours.is_sparse:
         ours, theirs = ours.to_dense(), theirs.to_dense()
-    if torch.equal(ours, theirs) or (close and torch.allclose(ours, theirs, 1e-4, 1e-6)):
+    if torch.equal(ours, theirs):
         return ""
     apart = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
     if not apart.any():

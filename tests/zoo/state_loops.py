@@ -58,8 +58,6 @@ def _copied(state: State) -> Any:
 class _Ended(nn.Module):
     """In the place of a model whose step has failed."""
 
-    captured = ""
-
     def close(self) -> None:
         """It was."""
 
@@ -299,6 +297,6 @@ LOOPS: dict[str, dict[str, Any]] = {
     "state, hooks": {"run": with_hooks},
     "state, hooks first": {"run": hooks_first},
     "state, entries reset": {"run": entries_reset},
-    "state, entries changed": {"run": entries_changed, "refused": SAID, "unserved": SAID},
+    "state, entries changed": {"run": entries_changed, "unserved": SAID},
     "state, entries deleted": {"run": entries_deleted},
 }

@@ -38,8 +38,7 @@ def generate(rank: int) -> None:
             model = rpc.wrap(net, placement)
             assert isinstance(model, type(twin)) and type(model.config) is type(twin.config), name
             wanted = generated(twin, more)
-            assert torch.equal(generated(model, more), wanted), name
-            assert model.counters(False)["calls_here"] == 0, name
+            assert torch.equal(generated(model, more).cpu(), wanted), name
             model.close()
     rpc.shutdown()
 

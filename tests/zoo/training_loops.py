@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +26,13 @@ PLACES = {"body.0": "worker1", "head": "worker2"}
 
 @dataclass(frozen=True)
 class Loop:
-    """``refused``, ``unserved``: part of the text by which ``wrap`` or ``serve`` refuses it, if it does; ``options`` are of
-    ``wrap``."""
+    """``refused``, ``unserved``: part of the text by which ``wrap`` or ``serve`` refuses it, if it does."""
 
     run: Callable[[Alone], Seen]
     make: Callable[[], nn.Module] = Net
     places: Any = None
     refused: str = ""
     unserved: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, family: str, name: str) -> list[Row]:
         try:
@@ -43,14 +41,9 @@ class Loop:
             return [Row(family, name, "", BROKEN, said(error), expected=False)]
         places = PLACES if self.places is None else self.places
         return [
-            self._row(
-                Row(family, name, "wrap", EQUAL), lambda: Wrapped(self._net(), places, **self.options), alone, self.refused
-            ),
+            self._row(Row(family, name, "wrap", EQUAL), lambda: Wrapped(self._net(), places), alone, self.refused),
             self._row(Row(family, name, "serve", EQUAL), lambda: Served(self._net()), alone, self.unserved),
         ]
-
-    def _wrapped(self, places: Any) -> Alone:
-        return Wrapped(self._net(), places, **self.options)
 
     def _net(self) -> nn.Module:
         torch.manual_seed(1)
@@ -63,10 +56,7 @@ class Loop:
     def _row(self, row: Row, make: Callable[[], Alone], alone: list[Any], wanted: str) -> Row:
         try:
             with closing(make()) as side:
-                try:
-                    row.detail = difference(self._seen(side), alone, "seen")
-                finally:
-                    row.captured = side.captured()
+                row.detail = difference(self._seen(side), alone, "seen")
             row.outcome = WRONG if row.detail else EQUAL
         except Exception as error:
             named = isinstance(error, NotSupported) or (wanted and wanted in str(error))
@@ -92,12 +82,12 @@ ENTRIES: dict[str, Loop] = {
     "clip_grad_value_": Loop(steps.clip_value),
     "clipping by hand": Loop(steps.clip_by_hand),
     "zero_grad(set_to_none=False)": Loop(steps.zeros_kept),
-    "retain_graph": Loop(steps.retained, refused="retain_graph does not reach other workers"),
+    "retain_graph": Loop(steps.retained),
     "several losses": Loop(steps.several_losses),
     "two forwards, one backward": Loop(steps.two_forwards),
-    "gradient penalty": Loop(steps.gradient_penalty, refused="create_graph=True"),
+    "gradient penalty": Loop(steps.gradient_penalty),
     "adversarial inputs": Loop(steps.adversarial),
-    "autograd.grad of parameters": Loop(steps.gradients_by_name, refused="autograd would not know of it"),
+    "autograd.grad of parameters": Loop(steps.gradients_by_name),
     "norms logged": Loop(steps.norms_logged),
     "noise on gradients": Loop(steps.noise_on_gradients),
     "detect_anomaly": Loop(steps.anomaly),
@@ -132,11 +122,10 @@ ENTRIES: dict[str, Loop] = {
     "an attribute changed": Loop(states.attribute_changed),
     "head replaced": Loop(
         states.head_replaced,
-        refused="cannot be added, replaced or deleted",
         unserved="can only have parameters of that model",
     ),
     "hooks of modules": Loop(states.hooks),
-    "hooks of parameters": Loop(states.hooks_of_parameters, refused="a hook on it would not run"),
+    "hooks of parameters": Loop(states.hooks_of_parameters),
     "hooks of results": Loop(states.hooks_of_gradients),
     "autocast": Loop(states.autocast),
     "GradScaler": Loop(states.scaler),

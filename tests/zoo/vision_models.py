@@ -82,6 +82,5 @@ ENTRIES: dict[str, Entry] = {
         loss=lambda out: sum(out.values()),
         evaluated=False,
         served=False,
-        refused="writes into its input",
     ),
 }

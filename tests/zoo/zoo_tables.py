@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from .compare import EQUAL, REFUSED, ROUNDED, Row
+from .compare import EQUAL, REFUSED, Row
 
 BEGIN, END = "<!-- tables: make zoo -->", "<!-- end of tables -->"
 
@@ -14,8 +14,6 @@ BEGIN, END = "<!-- tables: make zoo -->", "<!-- end of tables -->"
 def line(row: Row) -> str:
     mark = "" if row.expected else "!! "
     text = f"{mark}{row.family}: {row.name}, {row.how}: {row.outcome}"
-    if row.captured:
-        text += f" by {row.captured.splitlines()[0]}"
     if row.outcome == EQUAL and row.ratio:
         text += f", {row.staged} staged, {row.ratio:.1f}x"
     return text + (f"\n      {row.detail}" if row.detail else "")
@@ -43,18 +41,12 @@ def write_tables(path: Path, rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| entry | how | outcome | captured by | staged | step |", "|---|---|---|---|---|---|"]
+    lines = ["| entry | how | outcome | staged | step |", "|---|---|---|---|---|"]
     for row in rows:
         outcome = row.outcome if row.outcome != REFUSED else f"refused: {_short(row.detail)}"
-        captured = _captured(row.captured) if row.outcome in (EQUAL, ROUNDED) else ""
         numbers = (f"{row.staged:,}", f"{row.ratio:.1f}×") if row.outcome == EQUAL and row.ratio else ("", "")
-        lines.append(f"| {row.name} | {row.how} | {outcome} | {captured} | {numbers[0]} | {numbers[1]} |")
+        lines.append(f"| {row.name} | {row.how} | {outcome} | {numbers[0]} | {numbers[1]} |")
     return "\n".join(lines) + "\n"
-
-
-def _captured(said: str) -> str:
-    method, *reasons = said.splitlines() or [""]
-    return method + (f" ({_short(reasons[-1])})" if reasons else "")
 
 
 def _short(text: str) -> str:

@@ -20,6 +20,8 @@ CALL_WORDS = 32
 LANE_NOTIFY, LANE_CREDIT, LANE_OUT, LANE_IN, LANE_ARRIVED, LANE_CREDITED, LANE_SENT, LANE_TAKEN = 0, 1, 2, 3, 4, 5, 6, 7
 LANE_FROM, LANE_FROM_BYTES, LANE_PUSHED, LANE_PUSH = 8, 9, 10, 11
 LANE_TO, LANE_TO_BYTES, LANE_PULLED, LANE_PULL, LANE_RANK, LANE_ADVICE = 12, 13, 14, 15, 16, 17
+LANE_OUT_DEPTH, LANE_IN_DEPTH = 18, 19
+"""The slots at the peer, and here: a direction of a lane has few until it has carried a large message."""
 LANE_WORDS = 20
 
 # The words of a plan: what every call of one signature has in common. Addresses are offsets. The rows of its lanes follow.

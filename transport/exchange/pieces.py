@@ -71,7 +71,7 @@ def write(call: int, lane: int, source: int, nbytes: int) -> int:
     if inflight == 0:
         return -1
     stride = w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
-    slot = load_acquire(lane + 8 * w.LANE_OUT) + (sent % load_acquire(call + 8 * w.CALL_DEPTH)) * stride
+    slot = load_acquire(lane + 8 * w.LANE_OUT) + (sent % load_acquire(lane + 8 * w.LANE_OUT_DEPTH)) * stride
     store_release(slot + 8 * w.HEAD_SEQUENCE, load_acquire(call + 8 * w.CALL_SEQUENCE))
     store_release(slot + 8 * w.HEAD_CODE, load_acquire(call + 8 * w.CALL_CODE))
     store_release(slot + 8 * w.HEAD_BYTES, load_acquire(lane + 8 * w.LANE_FROM_BYTES))
@@ -85,18 +85,18 @@ def write(call: int, lane: int, source: int, nbytes: int) -> int:
 
 
 @inline
-def room(call: int, lane: int) -> int:
+def room(lane: int) -> int:
     """1 if a lane has a piece that is still to be written, and a slot for it, else 0."""
     if load_acquire(lane + 8 * w.LANE_PUSHED) >= load_acquire(lane + 8 * w.LANE_PUSH):
         return 0
     under_way = load_acquire(lane + 8 * w.LANE_SENT) - load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED))
-    return 1 if under_way < load_acquire(call + 8 * w.CALL_DEPTH) else 0
+    return 1 if under_way < load_acquire(lane + 8 * w.LANE_OUT_DEPTH) else 0
 
 
 @inline
 def push(call: int, lane: int) -> int:
     """Write the next piece of a lane, if there is one and room for it: 1 if it was written, else 0; -1: the lane is closed."""
-    if room(call, lane) == 0:
+    if room(lane) == 0:
         return 0
     done = load_acquire(lane + 8 * w.LANE_PUSHED)
     piece, total = load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_FROM_BYTES)
@@ -109,7 +109,7 @@ def arrived(call: int, lane: int) -> int:
     taken = load_acquire(lane + 8 * w.LANE_TAKEN)
     if load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) <= taken:
         return 0
-    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(call + 8 * w.CALL_DEPTH)) * (
+    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(lane + 8 * w.LANE_IN_DEPTH)) * (
         w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
     )
     if (

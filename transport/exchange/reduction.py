@@ -51,7 +51,7 @@ def _nbytes(call: int, rank: int, chunk: int) -> int:
 @inline
 def _push_next(call: int, lane: int) -> int:
     """Write the next piece of a lane, if there is room for it, and it is made: 1 if so, else 0; -1: the lane is closed."""
-    if room(call, lane) == 0:
+    if room(lane) == 0:
         return 0
     item = _item(call, load_acquire(lane + 8 * w.LANE_PUSHED))
     chunk, rank = item >> 1, load_acquire(lane + 8 * w.LANE_RANK)

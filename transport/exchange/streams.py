@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import abc
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,10 +52,14 @@ class Plan:
     """What the calls of one signature have in common, as the compiled loop reads it. Its addresses are offsets from those that
     a call gives, or absolute where it gives none."""
 
-    __slots__ = ("address", "words")
+    __slots__ = ("address", "changes", "deepens", "grows", "words")
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], grows: Sequence[tuple[int, bool]], *, deepens: bool = False) -> None:
+        """``grows``: the directions of lanes, as rank and whether out, that have more slots behind this call. ``deepens``: so
+        have all lanes of the group then, and every rank knows it: sums may come as far behind as that allows."""
         self.words = np.array(numbers, np.int64)
+        self.grows, self.deepens = grows, deepens
+        self.changes = bool(grows) or deepens
         self.address = int(self.words.ctypes.data)
 
 
@@ -80,14 +84,14 @@ class Streams(abc.ABC):
         self.rank, self.lanes, self.port = rank, dict(sorted(lanes.items())), device.port
         self.order = list(self.lanes)
         first = next(iter(self.lanes.values()))
-        self.piece, self.depth = first.piece, first.depth
+        self.piece, self._most = first.piece, first.most
         self.words = np.zeros(CALL_WORDS + LANE_WORDS * len(self.lanes), np.int64)
         self.address = int(self.words.ctypes.data)
         self._spare = np.zeros(len(self.lanes) + 3 + FOLD_BYTES // 4, np.int64)
         self.words[: at.CALL_BUDGET + 1] = (
             len(self.lanes),
             self.piece,
-            self.depth,
+            first.few,
             device.memory.bells + bell * BELL_BYTES,
             words.SPIN,
         )
@@ -99,11 +103,44 @@ class Streams(abc.ABC):
             row = CALL_WORDS + LANE_WORDS * number
             self.words[row + at.LANE_ARRIVED] = lane.arrived
             self.words[row + at.LANE_CREDITED] = lane.credited
-            self.words[row + at.LANE_IN] = lane.slots.data_ptr()
             self.words[row + at.LANE_RANK] = rank_there
+        self._slots: dict[int, memoryview] = {}
         self._ints = memoryview(self.words)
         self._rows = {rank: CALL_WORDS + LANE_WORDS * number for number, rank in enumerate(self.order)}
-        self._slots = {rank: memoryview(lane.slots.numpy()) for rank, lane in self.lanes.items()}
+        for rank in self.lanes:
+            self._place(rank)
+
+    def _place(self, rank: int) -> None:
+        """Where the slots of a lane are, and how many."""
+        lane, row = self.lanes[rank], self._rows[rank]
+        self._slots[rank] = memoryview(lane.slots.numpy())
+        self.words[row + at.LANE_IN], self.words[row + at.LANE_IN_DEPTH] = lane.slots.data_ptr(), lane.in_depth
+        self.words[row + at.LANE_OUT], self.words[row + at.LANE_OUT_DEPTH] = lane.mapped, lane.out_depth
+
+    def offer(self, plan: Plan) -> None:
+        """Before a call whose plan ``changes``. Raises ``ArenaFull``, ``PeerLost``."""
+        for rank, out in plan.grows:
+            if not out:
+                self.lanes[rank].grow_in()
+
+    def grow(self, plan: Plan, limit: float, check: Callable[[], None]) -> None:
+        """After that call: what comes next goes to the further slots. All plans have to be made again. Raises as
+        ``Lane.change_out``."""
+        for rank, out in plan.grows:
+            lane = self.lanes[rank]
+            lane.change_out(limit, check) if out else lane.change_in()
+            self._place(rank)
+        if plan.deepens:
+            self.words[at.CALL_DEPTH] = self._most
+
+    def _grows(self, rank: int, outs: int, ins: int) -> list[tuple[int, bool]]:
+        """Of a call with so many pieces to and from a rank."""
+        lane = self.lanes[rank]
+        return [
+            (rank, out)
+            for out, pieces, depth in ((True, outs, lane.out_depth), (False, ins, lane.in_depth))
+            if depth < min(pieces, lane.most)
+        ]
 
     def pieces(self, nbytes: int) -> int:
         return max(1, -(-nbytes // self.piece))
@@ -116,10 +153,12 @@ class Streams(abc.ABC):
         fold = fold or _NO_FOLD
         past = int(sum(nbytes for _, nbytes in ins.values()) >= COPY_PAST)
         numbers = [code, elements, fold.code, fold.own, fold.result, fold.nbytes, int(fold.whole), 0, 0, 0, past]
+        grows: list[tuple[int, bool]] = []
         for rank in self.order:
             for span in (outs.get(rank), ins.get(rank)):
                 numbers += (span[0], span[1], self.pieces(span[1])) if span is not None else (0, 0, 0)
-        return Plan(numbers)
+            grows += self._grows(rank, numbers[-4], numbers[-1])
+        return Plan(numbers, grows)
 
     def sum_plan(self, code: int, elements: int, fold: int, nbytes: int) -> Plan:
         """A call that adds up ``nbytes`` of every rank, in place, by the operation ``fold`` (``reduction``)."""
@@ -127,7 +166,9 @@ class Streams(abc.ABC):
         chunk = min(_SUM_CHUNK, self.piece)
         chunks = -(-part // chunk)
         numbers = [code, elements, fold, 0, 0, nbytes, 0, part, chunk, chunks, int(nbytes >= _PAST)]
-        return Plan(numbers + [0, nbytes, 2 * chunks] * 2 * len(self.lanes))
+        grows = [each for rank in self.order for each in self._grows(rank, 2 * chunks, 2 * chunks)]
+        deepens = self.words[at.CALL_DEPTH] < min(2 * chunks, self._most)
+        return Plan(numbers + [0, nbytes, 2 * chunks] * 2 * len(self.lanes), grows, deepens=bool(deepens))
 
     def begin(self, plan: Plan, sequence: int, source: int = 0, target: int = 0, *, patient: bool = False) -> None:
         """Begin a call: its spans lie at these addresses. The memory stays where it is until the call is done. ``patient``: the
@@ -170,14 +211,14 @@ class Streams(abc.ABC):
         """Whether the call under way waits for room in the slots of this rank."""
         left = self._word(rank, at.LANE_PUSHED) < self._word(rank, at.LANE_PUSH)
         used = self._word(rank, at.LANE_SENT) - words.load(self.lanes[rank].credited)
-        return left and used >= self.depth
+        return left and used >= self.lanes[rank].out_depth
 
     def header(self, rank: int) -> tuple[Head, int] | None:
         """The head of the next piece that has come from this rank, and the bytes of its message; ``None``: none has come."""
         lane, taken = self.lanes[rank], self._word(rank, at.LANE_TAKEN)
         if words.load(lane.arrived) <= taken:
             return None
-        sequence, code, nbytes, count = _PIECE_HEAD.unpack_from(self._slots[rank], taken % self.depth * lane.stride)
+        sequence, code, nbytes, count = _PIECE_HEAD.unpack_from(self._slots[rank], taken % lane.in_depth * lane.stride)
         return Head(sequence, code, count), nbytes
 
     def expected(self, rank: int) -> int:
@@ -195,7 +236,6 @@ class MappedStreams(Streams):
         for number, lane in enumerate(self.lanes.values()):
             row = CALL_WORDS + LANE_WORDS * number
             assert lane.mapped
-            self.words[row + at.LANE_OUT] = lane.mapped
             self.words[row + at.LANE_NOTIFY] = lane.notify.address  # type: ignore[attr-defined]
             self.words[row + at.LANE_CREDIT] = lane.credit.address  # type: ignore[attr-defined]
 
@@ -207,11 +247,18 @@ class PostedStreams(Streams):
     """Pieces are posted from slots of our own, which lie in the arena from the first piece to a rank on."""
 
     def __init__(self, device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> None:
-        super().__init__(device, rank, lanes, bell)
         self._device = device
         self._out: dict[int, torch.Tensor] = {}
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._posted: dict[tuple[int, int], Work] = {}
+        super().__init__(device, rank, lanes, bell)
+
+    def _place(self, rank: int) -> None:
+        super()._place(rank)
+        for found in [each for each in self._posted if each[0] == rank]:
+            self._posted.pop(found).wait()  # it was taken at the peer, so it is over
+        self._transfers = {key: each for key, each in self._transfers.items() if key[0] != rank}
+        self._out.pop(rank, None)
 
     def advance(self, slice_ns: int) -> int:
         slept = False
@@ -253,13 +300,13 @@ class PostedStreams(Streams):
     def _push(self, rank: int, lane: Lane, row: np.ndarray) -> None:
         total, base, head = int(row[at.LANE_FROM_BYTES]), int(row[at.LANE_FROM]), self.head
         if rank not in self._out:
-            self._out[rank] = self._device.empty((lane.stride * self.depth,), dtype=torch.uint8)
+            self._out[rank] = self._device.empty((lane.stride * lane.out_depth,), dtype=torch.uint8)
         while row[at.LANE_PUSHED] < row[at.LANE_PUSH]:
             sent = int(row[at.LANE_SENT])
-            if sent - words.load(lane.credited) >= self.depth:
+            if sent - words.load(lane.credited) >= lane.out_depth:
                 return
             start = int(row[at.LANE_PUSHED]) * self.piece
-            nbytes, slot = min(self.piece, total - start), sent % self.depth
+            nbytes, slot = min(self.piece, total - start), sent % lane.out_depth
             earlier = self._posted.get((rank, slot))
             if earlier is not None:
                 earlier.wait()  # it was taken at the peer, so it is over
@@ -289,7 +336,7 @@ class PostedStreams(Streams):
                 return True
             if found != (head, total):
                 return False
-            slot = lane.slots[taken % self.depth * lane.stride :]
+            slot = lane.slots[taken % lane.in_depth * lane.stride :]
             start = int(row[at.LANE_PULLED]) * self.piece
             words.copy(base + start, slot.data_ptr() + HEADER, min(self.piece, total - start))
             row[at.LANE_TAKEN] += 1

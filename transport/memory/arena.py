@@ -69,15 +69,22 @@ class Segment:
         instead of a SIGBUS. Raises ``ArenaFull``."""
         if self.fd < 0 or end <= self._reserved:
             return
-        end = min(self.nbytes, -(-end // _RESERVE) * _RESERVE)
+        step = _RESERVE if self.nbytes > POOL_BYTES else _RESERVE // 8  # a process may have hundreds of small pools
+        end = min(self.nbytes, -(-end // step) * step)
+        self.reserve_range(self._reserved, end - self._reserved)
+        self._reserved = end
+
+    def reserve_range(self, offset: int, nbytes: int) -> None:
+        """Have these pages. Raises ``ArenaFull``."""
+        if self.fd < 0:
+            return
         try:
-            os.posix_fallocate(self.fd, self._reserved, end - self._reserved)
+            os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
             raise ArenaFull(
-                f"this host has no memory for {end - self._reserved} more bytes of the arena: {error.strerror}",
+                f"this host has no memory for {nbytes} more bytes of the arena: {error.strerror}",
                 hint="free memory (memory limits of containers count shared memory too), or lower arena_limit",
             ) from None
-        self._reserved = end
 
     def close(self) -> None:
         """Close the file. The memory stays mapped for as long as a tensor over it is held."""
@@ -338,6 +345,12 @@ class Arena:
         if at >= 0 and (offset := address - starts[at]) + nbytes <= segments[at].nbytes:
             return segments[at], offset
         return None
+
+    def refill(self, tensor: torch.Tensor) -> None:
+        """Have the pages of a tensor of the arena that may have been given back (``mapping.discard``). Raises ``ArenaFull``."""
+        found = self.find(tensor.data_ptr(), tensor.nbytes)
+        assert found is not None
+        found[0].reserve_range(found[1], tensor.nbytes)
 
     def leased(self, storage: torch.UntypedStorage) -> Block | None:
         """The block that lives exactly as long as this storage; ``None`` for any other storage, also one that another library

@@ -7,6 +7,7 @@ mapped.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -16,10 +17,17 @@ import numpy as np
 
 from ..errors import NotSupported, PeerLost
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_libc = ctypes.CDLL(None, use_errno=True)
+_CLOEXEC, _ALLOW_SEALING = 1, 2
+# Not every Python has them by name.
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
 """The seals of shared memory: its size can never change again."""
 _SEAL_FUTURE_WRITE = 0x0010
 """From Linux 5.1 on: the memory can be written only through the mappings that exist already."""
+_MADV_REMOVE = 9
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:
@@ -29,10 +37,10 @@ def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap
     cannot."""
     fd = -1
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _create(name)
         os.ftruncate(fd, nbytes)
         memory = mmap.mmap(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | (_SEAL_FUTURE_WRITE if read_only else 0))
+        fcntl.fcntl(fd, _ADD_SEALS, _SEALS | (_SEAL_FUTURE_WRITE if read_only else 0))
         return memory, fd
     except BaseException as error:
         if fd >= 0:
@@ -41,6 +49,14 @@ def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap
             why = f"this system gives no sealed shared memory: {error}"
             raise NotSupported(why, device="shm", hint='use tcp (transport="tcp")') from error
         raise
+
+
+def _create(name: str) -> int:
+    """``os.memfd_create``, which Pythons that were built for an old libc do not have; the system may all the same."""
+    found = _libc.memfd_create(name.encode(), _CLOEXEC | _ALLOW_SEALING)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
@@ -55,7 +71,7 @@ def address_of(memory: mmap.mmap) -> int:
 def check_sealed(fd: int, nbytes: int) -> None:
     """Whether this is memory of that size for good. ``PeerLost`` if not."""
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:
         raise PeerLost("what the peer handed over is no memfd", device="shm", status="PROTOCOL") from None
     if seals & _SEALS != _SEALS:
@@ -68,3 +84,12 @@ def mapped(fd: int, nbytes: int, *, writable: bool = True) -> mmap.mmap:
     """Memory of a peer. ``PeerLost`` as ``check_sealed``, ``OSError`` if it cannot be mapped."""
     check_sealed(fd, nbytes)
     return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give the whole pages of a part of a shared mapping back to the system, for all processes that map it. What they held is
+    lost; whoever touches them gets new ones. Where the kernel cannot, nothing happens."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        _madvise(start, length, _MADV_REMOVE)

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from ..errors import NotSupported, RdmaError
-from ..peers.address import routed_address
+from ..peers.address import where_to_listen
 from . import sysfs
 from .endpoint import Endpoint, as_address
 from .provider import Context, DeviceAttr, Gid, PortAttr, Provider
@@ -185,7 +185,7 @@ def listening_address(port: Found, gid: Gid) -> str:
     if grade(gid) in (_GRADES[0], _GRADES[1]):
         return str(as_address(gid.raw))
     mine = [port.interfaces.get(gid.netdev, ""), *port.interfaces.values()]
-    return next((address for address in mine if address), "") or routed_address()
+    return next((address for address in mine if address), "") or where_to_listen()[0]
 
 
 def describe(port: Found) -> str:

@@ -49,7 +49,7 @@ def runs(pid: int) -> bool:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, AttributeError):  # not every Python has it
         return _answers(pid)
     try:
         return not select.select([fd], [], [], 0)[0]

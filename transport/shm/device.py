@@ -92,6 +92,16 @@ def _dial(uid: str, timeout: float) -> socket.socket:
         raise
 
 
+def _try_attach(sock: socket.socket, probe: int) -> str:
+    """Why the kernel does not let this process copy from the peer's memory; empty if it does. Both ends try at the same time,
+    each a word of the other (``probe``: ours), and tell each other in their setups."""
+    sock.sendall(_PROBE.pack(probe))
+    theirs = sock.recv(_PROBE.size)
+    if len(theirs) != _PROBE.size:
+        raise PeerLost("the peer broke off the handshake", device="shm")
+    return why_not(credentials(sock)[0], *_PROBE.unpack(theirs))
+
+
 class ShmDevice(Device):
     """Reaches processes of this host. As ``Device``. Peers reach memory outside the arena that was given to ``register`` by
     cross-memory attach (``process_vm_readv`` and ``process_vm_writev``), where the system allows that."""
@@ -176,7 +186,7 @@ class ShmDevice(Device):
             sock, key = reach(partial(_dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:
                 with self._service.handshakes.limited(sock, deadline), _new_inbox() as (inbox, fd):
-                    refused = self._probe_peer(sock)
+                    refused = _try_attach(sock, self._probe.ctypes.data)
                     self._send_setup(sock, fd, refused, hello)
                     channel = self._receive_setup(sock, inbox, refused)
                 self.door.know(channel, channel.peer_memory.uid, key)
@@ -208,7 +218,7 @@ class ShmDevice(Device):
             deadline = time.monotonic() + SETUP_S
             with _new_inbox() as (inbox, fd):
                 with handshakes.limited(sock, deadline):
-                    refused = self._probe_peer(sock)
+                    refused = _try_attach(sock, self._probe.ctypes.data)
                     channel = self._receive_setup(sock, inbox, refused)
                 self.door.know(channel, channel.peer_memory.uid, key)
                 # on_connect may publish the channel: what other threads send on it waits until the answer is out.
@@ -223,15 +233,6 @@ class ShmDevice(Device):
             sock.close()
             if not isinstance(error, EXPECTED):
                 raise
-
-    def _probe_peer(self, sock: socket.socket) -> str:
-        """Why the kernel does not let this process copy from the peer's memory; empty if it does. Both ends try at the same
-        time, and tell each other in their setups."""
-        sock.sendall(_PROBE.pack(self._probe.ctypes.data))
-        probe = sock.recv(_PROBE.size)
-        if len(probe) != _PROBE.size:
-            raise PeerLost("the peer broke off the handshake", device="shm")
-        return why_not(credentials(sock)[0], *_PROBE.unpack(probe))
 
     def _send_setup(self, sock: socket.socket, inbox_fd: int, refused: str, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import socket
 import struct
 import time
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,7 +25,7 @@ from ..device import Device, DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..memory.arena import Pool
 from ..peers import auth
-from ..peers.address import interface_address, routed_address, split_place
+from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
 from ..peers.guard import Guard, broken_by
 from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
 from ..peers.heartbeat import Heart
@@ -66,15 +68,29 @@ class TcpDevice(Device):
     def _listen(self, place: str) -> socket.socket:
         host, port = split_place(place)
         self._chosen = "asked for"
-        if not host:
-            host = routed_address() if self.given else "127.0.0.1"
-            routed = "address of the default route, or of the only interface"
-            self._chosen = routed if self.given else "loopback, because no secret was given"
+        if not host and self.given:
+            host, self._chosen = where_to_listen()
+            if self._chosen.startswith("?"):
+                self._chosen = self._chosen[1:]
+                logging.getLogger("rdmarpc").warning("other hosts reach this one at %s, %s", host, self._chosen)
+        elif not host:
+            host, self._chosen = loopback(), "loopback, because no secret was given"
         host = interface_address(host) or host
         try:
-            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except OSError as error:
-            raise NotSupported(f"no address or interface {host!r} here: {error}", device="tcp") from None
+            there = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
+            hint = f"interfaces with an address that other hosts reach: {there or 'none'}"
+            raise NotSupported(f"no address, or interface with one, {host!r} here: {error}", device="tcp", hint=hint) from None
+        for at, (family, _, _, _, where) in enumerate(found, 1):
+            try:
+                return self._bound(family, where)
+            except OSError as error:
+                if at == len(found):
+                    raise NotSupported(f"cannot listen on {where[0]}:{port}: {error}", device="tcp") from None
+        raise NotSupported(f"{host!r} has no address", device="tcp")
+
+    def _bound(self, family: int, where: Any) -> socket.socket:
         self._loopback = ipaddress.ip_address(where[0]).is_loopback
         if not self.given and not self._loopback:
             raise NotSupported(
@@ -87,12 +103,13 @@ class TcpDevice(Device):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
             listener.listen(128)
-        except OSError as error:
+        except OSError:
             listener.close()
-            raise NotSupported(f"cannot listen on {where[0]}:{port}: {error}", device="tcp") from None
+            raise
         listener.setblocking(False)
         bound, self._port = listener.getsockname()[:2]
-        self._host = routed_address() if ipaddress.ip_address(bound).is_unspecified else bound
+        everywhere = ipaddress.ip_address(bound).is_unspecified
+        self._host = where_to_listen(family if family == socket.AF_INET else socket.AF_UNSPEC)[0] if everywhere else bound
         return listener
 
     @property

@@ -7,6 +7,7 @@ that are silent. It never blocks. ``peers/service`` is the same for devices whos
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PeerLost, RdmaError
+from ..errors import NotSupported, PeerLost, RdmaError
 from ..peers.ended import nobody
 from ..peers.guard import Guard, broken_by
 from ..peers.handshakes import Handshakes
@@ -49,8 +50,14 @@ class Loop:
         self._asked: deque[TcpChannel] = deque()
         self._stop_at = 0.0
         self._lock = threading.RLock()
-        self._epoll = select.epoll()
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._epoll = select.epoll()
+            self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+                raise
+            why = f"this system does not let a process wait for sockets (epoll, eventfd): {error}"
+            raise NotSupported(why, device="tcp", hint="containers: allow both in the seccomp profile") from None
         self._epoll.register(listener, _IN)
         self._epoll.register(self._woken, _IN)
         self._thread = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)

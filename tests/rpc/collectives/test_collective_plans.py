@@ -44,10 +44,11 @@ def _planned(meeting: Meeting) -> None:
     join(meeting, 3, "planned")
     group: Any = dist.group.WORLD
     calls = _calls(meeting.rank, 3)
-    for call in calls:
-        call()
+    for _ in range(3):  # a large message of a lane is followed by new plans, for its further slots
+        for call in calls:
+            call()
     before = group.engine.planned, group.members.domain.device.counters()
-    assert before[0] == len(calls)
+    assert before[0] >= len(calls)
     for _ in range(3):
         for call in calls:
             call()

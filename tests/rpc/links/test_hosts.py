@@ -11,14 +11,13 @@ from functools import partial
 import hosts
 import pytest
 import torch
-from test_wrap import CASES, train
+from group import Meeting, results, run_group
+from trained import train
 
 import rdmarpc as rpc
 from rdmarpc.ground import here
 from rdmarpc.transport import NotSupported
 from rdmarpc.transport.nic import sysfs
-
-from group import Meeting, results, run_group  # isort: skip  (its folder is on the path since test_wrap)
 
 SIZE = 3
 SECRET = "what both hosts were told"
@@ -69,8 +68,7 @@ def apart(at: list[int], meeting: Meeting) -> tuple[dict[str, str], int, list[st
             assert torch.equal(rpc.rpc_sync(other, plus_one, (x,)), x + 1)
     meeting.step("called", SIZE)
     if meeting.rank == 0:
-        make, placement, shape, classes = CASES[1]
-        train(make, placement, "momentum", shape, classes)
+        train()
     agent = here.current()
     ways = {other: agent.channel(other).device.name for other in others}
     counters = agent.counters()

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import SWALR
 import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.gradients.context import current
-from rdmarpc.graph.work.remote_update import hyperparameters
+from rdmarpc.graph.servers.updates import hyperparameters
 from rdmarpc.nn import RemoteModule
 from rdmarpc.optim import DistributedOptimizer
 from rdmarpc.optim.local import LocalOptimizer

@@ -35,7 +35,7 @@ from forks import forks
 
 from rdmarpc.places.geometry import bare, dressed, geometry
 from rdmarpc.places.stream import meta_of
-from rdmarpc.places.tensor import RemoteTensor, at_place, place_of, wrapper
+from rdmarpc.places.tensor import RemoteTensor, at_place, wrapper
 from rdmarpc.transport import NotSupported
 
 MODES = ("remote", "mixed")
@@ -153,7 +153,9 @@ def seen(tensor: torch.Tensor, operands: list[torch.Tensor], values: bool) -> di
     return found
 
 
-def outcome(call: Callable[..., Any], args: Any, kwargs: Any, gradient: Callable[[Any], Any] | None, values: bool) -> dict[str, Any]:
+def outcome(
+    call: Callable[..., Any], args: Any, kwargs: Any, gradient: Callable[[Any], Any] | None, values: bool
+) -> dict[str, Any]:
     """All that may be seen of a call: results, gradients of ``gradient(results)``'s sum, operands, random state; or its error."""
     found: dict[str, Any] = {}
     operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -388,7 +390,13 @@ def jobs_of(names: list[str], dtypes: list[torch.dtype], modes: list[str]) -> li
     """Every operator that has a dtype on the CPU. ``names``: these, or those that begin so with a ``*`` behind; none is all."""
     every = operators()
     chosen = [each for each in every if not names or any(_meant(each, name) for name in names)]
-    return [(each, dtype, mode) for each in chosen for dtype in dtypes if dtype in every[each].supported_dtypes("cpu") for mode in modes]
+    return [
+        (each, dtype, mode)
+        for each in chosen
+        for dtype in dtypes
+        if dtype in every[each].supported_dtypes("cpu")
+        for mode in modes
+    ]
 
 
 def _meant(operator: str, name: str) -> bool:

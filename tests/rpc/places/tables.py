@@ -85,7 +85,9 @@ def watch(names: list[str], dtypes: list[torch.dtype], count: int) -> Watch:
 
 def _both_values(function: Any, sample: Any, grad: bool, seen: Watch) -> None:
     for other in (False, True):
-        args, kwargs = tree_map_only(torch.Tensor, lambda each: _copy(each, other), ((sample.input, *sample.args), sample.kwargs))
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda each: _copy(each, other), ((sample.input, *sample.args), sample.kwargs)
+        )
         torch.manual_seed(3)
         try:
             with seen:

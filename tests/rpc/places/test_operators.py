@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import operators
 import pytest
-import tables
 import torch
 
-from rdmarpc.places import operators as told
-
 VIEWS = "t transpose permute view reshape expand narrow select unfold diagonal split chunk unbind squeeze unsqueeze real imag as_strided"
-IN_PLACE = "add mul div clamp nn_functional_relu copysign masked_fill index_add index_put scatter scatter_add fill zero_ lerp addcmul"
+IN_PLACE = (
+    "add mul div clamp nn_functional_relu copysign masked_fill index_add index_put scatter scatter_add fill zero_ lerp addcmul"
+)
 LISTS = "_foreach_add _foreach_mul _foreach_addcdiv _foreach_norm _foreach_sqrt _foreach_lerp _foreach_zero _foreach_max"
 INDEXED = "index_select gather take masked_select nonzero where sort topk unique argmax cumsum searchsorted cummax"
 PRODUCTS = "mm bmm matmul addmm linalg_cholesky linalg_qr linalg_solve linalg_svdvals linalg_norm einsum"
@@ -42,7 +41,7 @@ REFUSED = {"sparse_mm_reduce": "sparse_csr"}
 def named(names: list[str]) -> list[str]:
     """Those of the database, of which some have variants: ``where`` and all that begin so."""
     every = operators.operators()
-    return [each for name in names for each in every if each == name or each.startswith(f"{name}_") and name not in every]
+    return [each for name in names for each in every if each == name or (each.startswith(f"{name}_") and name not in every)]
 
 
 @pytest.mark.parametrize("mode", operators.MODES)

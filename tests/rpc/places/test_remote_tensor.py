@@ -19,7 +19,6 @@ import conftest
 import pytest
 import torch
 from operators import Group
-from timing import eventually
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -86,7 +86,7 @@ def is_refused(rank: int) -> None:
         warnings.simplefilter("error")
         rpc.serve(first, SERVERS, torch.optim.SGD, lr=0.1).close()
     wrapped = rpc.wrap(net(), {"2": "worker1"})
-    refused("'2.weight' is a parameter of a wrapped model", wrapped)
+    refused("'2.weight' lies at a worker", wrapped)
     wrapped.close()
 
 

@@ -21,7 +21,7 @@ def groups() -> Iterator[dict[Any, StandingGroup]]:
 def drive(groups: dict[Any, StandingGroup]) -> Callable[..., Any]:
     """``drive(body, *args, size=3, transport="shm")`` runs a function at worker 0 of such a group."""
 
-    def run(body: Callable[..., Any], *args: Any, size: int = 3, transport: str = "shm", timeout: float = 90.0) -> Any:
+    def run(body: Callable[..., Any], *args: Any, size: int = 3, transport: str = "shm", timeout: float = 60.0) -> Any:
         group = groups.setdefault((size, transport), StandingGroup(size, transport=transport))
         return group.run(body, *args, timeout=timeout)
 

@@ -127,7 +127,7 @@ def trained(net: Any, make: Make) -> Iterator[Any]:
     for number, (x, y) in enumerate(DATA):
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
+            optimizer.zero_grad()  # noqa: B023
             loss = F.cross_entropy(net(x), y)
             loss.backward()
             return loss

@@ -166,7 +166,7 @@ def test_places() -> None:
 
 
 def test_where_the_control_stream_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs_ports, "routed_address", lambda: "192.0.2.9")
+    monkeypatch.setattr(verbs_ports, "where_to_listen", lambda: ("192.0.2.9", ""))
     four = roce("mlx5_0", *FOUR_OF_A_PORT)
     assert verbs_ports.listening_address(four, four.gids[3]) == "10.0.0.1"
     six = roce("mlx5_0", gid(2, "2001:db8::7"))

@@ -1,1 +1,0 @@
-"""Calls that a trace cannot look into, or that a graph would not repeat."""

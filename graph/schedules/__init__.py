@@ -1,1 +1,0 @@
-"""In which order workers take the micro-batches of a batch."""

@@ -1,0 +1,178 @@
+"""Checkpoints in the format of ``torch.distributed.checkpoint``, of models whose tensors lie anywhere.
+
+This process writes and reads all of it: what lies at workers is copied home for that. So any program reads the folder with
+``torch.distributed.checkpoint.load`` into the model alone. DCP is imported when it is used: that takes a second.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .tensor import at_place, bring_home, place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+_RNG = "rng"
+
+
+def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Write a checkpoint. ``state`` is as for ``torch.distributed.checkpoint.save``: by name, models, optimizers over their
+    parameters, anything with ``state_dict`` and ``load_state_dict``, and plain data. The states of the generators of torch,
+    Python and numpy are saved too.
+
+    An optimizer's state is saved by the names of parameters, as ``torch.distributed.checkpoint.state_dict`` has it. A
+    checkpoint that was in the folder is replaced when the new one is complete. ``OSError`` where it cannot be written;
+    ``ValueError`` for an optimizer of a parameter that no model in ``state`` has.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    folder = Path(folder).absolute()
+    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    names = _names(state)
+    content = {key: _content(value, names) for key, value in state.items()} | {_RNG: _generators()}
+    try:
+        draft.mkdir(parents=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch.distributed is not used
+            dcp.save(content, checkpoint_id=str(draft), no_dist=True)
+        _swap(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    _remember(state, str(folder))
+
+
+def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """The inverse of ``save_checkpoint``, in place: models, optimizers and generators get their state wherever it lies, plain
+    data is replaced in ``state``. The placement may be another one than that of the checkpoint.
+
+    Raises what ``torch.distributed.checkpoint.load`` raises for a folder without a checkpoint, and for missing keys;
+    ``ValueError`` for an optimizer with other groups than in the checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    place = str(Path(folder).absolute())
+    metadata = dcp.FileSystemReader(place).read_metadata()
+    names = _names(state)
+    content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(content, checkpoint_id=place, no_dist=True)
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            _load_optimizer(value, names, content[key])
+        elif hasattr(value, "load_state_dict"):
+            value.load_state_dict(content[key])
+        else:
+            state[key] = content[key]
+    _set_generators(content[_RNG])
+    _remember(state, place)
+
+
+def _names(state: Mapping[str, Any]) -> dict[int, str]:
+    """The names of the parameters of all models, by ``id``."""
+    if _RNG in state:
+        raise ValueError(f"the name {_RNG!r} in a checkpoint is that of the generators")
+    models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+    names = {
+        id(parameter): f"{key}.{name}" if len(models) > 1 else name
+        for key, model in models.items()
+        for name, parameter in model.named_parameters()
+    }
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer) and not all(id(p) in names for p in _parameters(value)):
+            raise ValueError(f"optimizer {key!r} has parameters that no model in the state has: give the model, too")
+    return names
+
+
+def _content(value: Any, names: Mapping[int, str]) -> Any:
+    """What is saved of it, all of it here."""
+    if isinstance(value, torch.optim.Optimizer):
+        found = {names[id(p)]: bring_home(dict(value.state[p])) for p in _parameters(value) if value.state.get(p)}
+        return {"state": found, "param_groups": bring_home(_groups(value, names))}
+    return bring_home(value.state_dict() if hasattr(value, "state_dict") else value)
+
+
+def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) -> Any:
+    """Where DCP loads it to. Of an optimizer: as much as the checkpoint has of these parameters."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return _content(value, names)
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] == key}
+    if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
+        raise ValueError(f"optimizer {key!r} has fewer groups than in the checkpoint")
+    wanted = {names[id(parameter)] for parameter in _parameters(value)}
+    found: dict[str, dict[str, Any]] = {}
+    for name, path in paths.items():
+        if len(path) == 4 and path[1] == "state" and path[2] in wanted:
+            stored = metadata.state_dict_metadata[name]
+            room = None
+            if isinstance(stored, TensorStorageMetadata):
+                room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+            found.setdefault(path[2], {})[path[3]] = room
+    return {"state": found, "param_groups": bring_home(_groups(value, names))}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], found: Mapping[str, Any]) -> None:
+    groups = found["param_groups"]
+    if [group["params"] for group in groups] != [group["params"] for group in _groups(optimizer, names)]:
+        raise ValueError("the groups of the optimizer have other parameters than in the checkpoint")
+    numbers = {names[id(parameter)]: number for number, parameter in enumerate(_parameters(optimizer))}
+    numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    states = {numbers[name]: entries for name, entries in found["state"].items()}
+    optimizer.load_state_dict({"state": states, "param_groups": numbered})
+    for parameter, entries in optimizer.state.items():
+        place = place_of(parameter)
+        for name, value in entries.items() if place is not None else ():
+            if isinstance(value, torch.Tensor) and name != "step":  # torch counts steps here
+                entries[name] = at_place(value, place)
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the random number generators of this process, from which all random numbers of a model come."""
+    return {
+        "torch": torch.get_rng_state(),
+        "python": pickle.dumps(random.getstate()),
+        "numpy": pickle.dumps(np.random.get_state()),
+    }
+
+
+def _set_generators(found: Mapping[str, Any]) -> None:
+    torch.set_rng_state(found["torch"])
+    random.setstate(pickle.loads(found["python"]))
+    np.random.set_state(pickle.loads(found["numpy"]))
+
+
+def _swap(draft: Path, folder: Path) -> None:
+    """The draft takes the folder's place."""
+    old = draft.with_suffix(".old")
+    if folder.exists():
+        folder.rename(old)
+    draft.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remember(state: dict[str, Any], folder: str) -> None:
+    for value in state.values():
+        if "_placement" in getattr(value, "__dict__", ()):
+            value._placement.saved = (state, folder)

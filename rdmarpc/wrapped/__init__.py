@@ -1,1 +1,0 @@
-"""``wrap``: one model whose parts live at several workers, trained as if all of it were here."""

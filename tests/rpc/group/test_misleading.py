@@ -1,0 +1,86 @@
+"""Causes that had been told as others: a worker with torch's RPC, and files and system calls that a sandbox forbids."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import sandbox
+import torch
+from called import identity
+from group import results, run_group
+
+import rdmarpc as rpc
+from rdmarpc.calls import agent
+from rdmarpc.transport.memory import mapping
+from rdmarpc.transport.shm.channel import runs
+
+TORCHS = """
+import sys, torch.distributed.rpc as rpc
+options = rpc.TensorPipeRpcBackendOptions(init_method=sys.argv[1], rpc_timeout=60)
+rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=options)
+"""
+
+
+def test_a_worker_with_torchs_own_rpc_is_named(tmp_path):
+    place = f"file://{tmp_path}/store"
+    lo = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    other = subprocess.Popen([sys.executable, "-c", TORCHS, place], env=os.environ | lo, stderr=subprocess.DEVNULL)
+    try:
+        options = rpc.RpcBackendOptions(init_method=place, rpc_timeout=20)
+        with pytest.raises(rpc.TransferTimeout, match=r"no sign of rank 1; rank 1 came with torch.distributed.rpc itself"):
+            rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+    finally:
+        other.kill()
+        other.wait(30)
+
+
+def calls(meeting, hidden=(), forbidden=(), device=""):
+    for path in hidden:
+        sandbox.hide(path)
+    if forbidden:
+        sandbox.forbid(*forbidden)
+    meeting.join(world_size=2)
+    for size in (1, 300_000):
+        tensor = torch.ones(size)
+        assert torch.equal(rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (tensor,)), tensor)
+    found = {link.channel.device.name for link in agent.current().links.rows.values()}
+    rpc.shutdown()
+    return found
+
+
+def without_system_files(meeting):
+    return calls(meeting, hidden=["/proc/sys"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="hiding /proc/sys needs root")
+def test_a_job_runs_without_the_files_of_the_system():
+    assert results(run_group(without_system_files, dynamic=True))[0] == {"shm"}
+
+
+def without_descriptors_of_processes(meeting):
+    return calls(meeting, forbidden=["pidfd_open", "process_vm_readv", "process_vm_writev"])
+
+
+@pytest.mark.skipif(bool(sandbox.why_not()), reason=sandbox.why_not())
+def test_a_job_runs_where_a_sandbox_forbids_calls():
+    assert results(run_group(without_descriptors_of_processes, dynamic=True))[0] == {"shm"}
+
+
+def test_pythons_that_were_built_for_an_old_system(monkeypatch):
+    for name in ("memfd_create", "pidfd_open"):
+        monkeypatch.delattr(os, name)
+    memory, fd = mapping.memfd("test", 4096)
+    mapping.check_sealed(fd, 4096)
+    os.close(fd)
+    memory.close()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert runs(child.pid) and runs(os.getpid()) and runs(0)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not runs(child.pid)  # and nobody has asked for its status yet
+    child.wait(30)
+    child.stdin.close()
+    assert not runs(child.pid)
