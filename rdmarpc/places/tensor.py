@@ -843,7 +843,7 @@ def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwarg
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
-    if op.raises_versions and place is not None:
+    if op.raises_versions:
         torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
     return out
 

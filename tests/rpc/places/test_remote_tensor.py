@@ -382,6 +382,11 @@ def views() -> None:
         yield z.unfold(1, 2, 1).sum(-1)
         yield torch.view_as_real(move(torch.randn(3, dtype=torch.complex64)).conj().resolve_conj())
         yield move(torch.randn(4)).view(torch.int32)
+        z, pairs = move(torch.randn(4, 3, dtype=torch.complex64)), move(torch.randn(4, 3, 2))
+        for row, pair in zip(z, pairs):  # offsets in elements of another size
+            yield row.real + row.imag
+            yield row.conj().imag
+            yield torch.view_as_complex(pair) * 1
 
     both(program)
 
