@@ -33,7 +33,7 @@ STOREYS = [
             [("api, autograd, nn, ...", "torch's names")],
             [("observe/", "counters, timeline, explain")],
             [("collectives/", "a backend of torch.distributed: calls in order"), ("ranks/", "a process group's lanes")],
-            [("places/", "tensors that lie at workers, a command stream to each; wrap")],
+            [("places/", "tensors at workers: what is posted, the streams that run it; wrap")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],
             [("references/", "values that stay, handles that travel")],
             [("gradients/", "contexts and backward passes over calls")],
@@ -45,7 +45,7 @@ STOREYS = [
     ),
     (
         "graph/",
-        ["what moves:", "which tensors cross"],
+        ["what moves, as data"],
         ("#e8eff7", "#c3d6ea"),
         [
             [("show/", "what crosses, as tables and pictures")],
