@@ -184,8 +184,8 @@ class RemoteTensor(torch.Tensor):
         return RemoteStorage(self._handle)
 
     def data_ptr(self) -> int:
-        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is written or
-        freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
+        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is
+        written or freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
         handle, key = self._handle, ("address", self._meta, self._offset)
         found = None if handle.copies is None else handle.copies.get(key)
         if found is None:

@@ -404,7 +404,8 @@ def test_placements_at_any_depth(drive):
 
 
 def transformers_fast_path() -> None:
-    """Attention in eval: where one process takes torch's fast path, the numbers are those; with nested tensors it is refused."""
+    """Attention in eval: where one process takes torch's fast path, the numbers are those; with nested tensors it is
+    refused."""
     model, twin = both(lambda: nn.TransformerEncoder(_layer(), 3), {"layers.0": "worker1", "layers.1": "worker2"})
     model.eval(), twin.eval()
     x = torch.randn(4, 10, 32)
