@@ -40,10 +40,10 @@ def forward_backward(
     ``loss_fn(model(x_i))``. With a ``loss_fn`` that is a mean over samples this is the mean over the batch. What looks at a
     whole batch (batch norm) sees micro-batches.
 
-    Operations are posted in this order: ``"gpipe"`` all forwards, then all backwards, so workers idle least, and each holds what
-    all micro-batches need for their backward; ``"1f1b"`` a backward as soon as one micro-batch more than the model has ``stages``
-    (places) is under way, so what workers hold does not grow with ``chunks``. Bits are the same. Stages that go round the
-    workers are interleaved by their placement.
+    Operations are posted in this order: ``"gpipe"`` all forwards, then all backwards, so workers idle least, and each holds
+    what all micro-batches need for their backward; ``"1f1b"`` a backward as soon as one micro-batch more than the model has
+    ``stages`` (places) is under way, so what workers hold does not grow with ``chunks``. Bits are the same. Stages that go
+    round the workers are interleaved by their placement.
 
     Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss,
     where it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
@@ -68,8 +68,8 @@ def forward_backward(
 
 
 def actions(count: int, ahead: int) -> list[tuple[bool, int]]:
-    """The order in which ``count`` micro-batches are posted, at most ``ahead`` of them between forward and backward: (whether it
-    is a forward, which micro-batch)."""
+    """The order in which ``count`` micro-batches are posted, at most ``ahead`` of them between forward and backward:
+    (whether it is a forward, which micro-batch)."""
     found = [(True, at) for at in range(ahead)]
     for at in range(count):
         found.append((False, at))

@@ -46,7 +46,7 @@ _CHANCE = {
 _GEOMETRY_IN_PLACE = ("t_", "squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapaxes_", "swapdims_", "detach_")
 _NO_DATA = (aten._unsafe_view.default,)
 """Views in all but their schema."""
-_NOT_KEPT = (aten.as_strided.default, aten.view.dtype)
+_NOT_KEPT = (aten.as_strided.default, aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 """Views whose offset is not that of their operand plus a constant."""
 RESIZED = "a tensor that lies at a worker is not resized in place"
 REFUSED = {

@@ -184,8 +184,8 @@ class RemoteTensor(torch.Tensor):
         return RemoteStorage(self._handle)
 
     def data_ptr(self) -> int:
-        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is written or
-        freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
+        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is
+        written or freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
         handle, key = self._handle, ("address", self._meta, self._offset)
         found = None if handle.copies is None else handle.copies.get(key)
         if found is None:
@@ -843,7 +843,7 @@ def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwarg
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
-    if op.raises_versions and place is not None:
+    if op.raises_versions:
         torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
     return out
 

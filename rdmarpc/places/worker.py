@@ -334,6 +334,8 @@ class Runner:
         keywords: dict[str, Any] = {}
         for key, (kind, value) in signature.keywords:
             keywords[key], at = self._argument(kind, value, words, at)
+            if kind == "w":  # out= may be an operand, which is then one object
+                keywords[key] = next((each for each in arguments if _same(each, keywords[key])), keywords[key])
         return signature.func(*arguments, **keywords)
 
     def _argument(self, kind: str, value: Any, words: list[int], at: int) -> tuple[Any, int]:
@@ -398,6 +400,8 @@ class Runner:
         except _Voided as error:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
+            if "resize storage" in str(error):
+                error = _resized()
             self._answer(question, ("error", dump_error(error, self._position)))
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
@@ -557,14 +561,24 @@ class Runner:
             self._answer(question, ("error", dump_error(error, self._position)))
 
 
+def _same(given: Any, tensor: torch.Tensor) -> bool:
+    if type(given) is not torch.Tensor or given.layout is not torch.strided or tensor.layout is not torch.strided:
+        return False
+    return given.data_ptr() == tensor.data_ptr() != 0 and geometry(given) == geometry(tensor)
+
+
 def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]) -> None:
     """``NotSupported`` if an operator has resized what it was given (``out=``): the caller's tensors would not see that."""
     for (_, tensor), shape in zip(operands, before):
         if tensor.layout is torch.strided and geometry(tensor) != shape:
             tensor.as_strided_(shape.shape, shape.strides)
-            raise NotSupported(
-                "a tensor that lies at a worker is not resized in place", hint="give out= one of the result's shape"
-            )
+            raise _resized()
+
+
+def _resized() -> NotSupported:
+    return NotSupported(
+        "a tensor that lies at a worker is not resized in place", hint="give out= a tensor of the result's shape"
+    )
 
 
 class Derived(RdmaError):

@@ -325,8 +325,8 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
 
 
 def _check_free(tensor: torch.Tensor) -> None:
-    """``NotSupported`` if C++ refers to the tensor. A graph's node that only adds up its gradient may: if that graph still has a
-    backward, it ends in an error, as after ``torch.utils.swap_tensors``."""
+    """``NotSupported`` if C++ refers to the tensor. A graph's node that only adds up its gradient may: if that graph still
+    has a backward, it ends in an error, as after ``torch.utils.swap_tensors``."""
     users = tensor._use_count() - 1  # type: ignore[attr-defined]
     node = torch.autograd.graph.get_gradient_edge(tensor).node if users == 1 and tensor.requires_grad else None
     if users and (node is None or tensor._use_count() != 2):  # type: ignore[attr-defined]

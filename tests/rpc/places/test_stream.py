@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import threading
 from collections.abc import Iterator
@@ -144,6 +145,26 @@ def others_use_it() -> None:
 
 def test_memory_that_others_use_is_not_left_behind(group):
     group.run(others_use_it)
+
+
+def addresses() -> None:
+    """Libraries read bytes through an address, and find by it what is shared."""
+    x = torch.randn(7, 5)
+    there, other = x.to(rpc.device("worker1")), x.to(rpc.device("worker1"))
+    assert there.data_ptr() == there.detach().data_ptr() != other.data_ptr()
+    assert ctypes.string_at(there.data_ptr(), x.nbytes) == x.numpy().tobytes()
+    assert there.untyped_storage().data_ptr() == there.t().untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    there.mul_(2)
+    assert ctypes.string_at(there.data_ptr(), x.nbytes) == (x * 2).numpy().tobytes()
+    with pytest.raises(TypeError):
+        torch.zeros(35).set_(there.untyped_storage())
+    plain = torch.zeros(7, 5)
+    plain.data = there
+    assert type(plain) is torch.Tensor and torch.equal(plain + 0, x * 2)
+
+
+def test_addresses_are_those_of_copies(group):
+    group.run(addresses)
 
 
 def flags() -> None:

@@ -14,8 +14,6 @@ from beside import assert_same, batches, both, sgd, wrap
 from nets import NETS, data
 from torch import nn
 
-import rdmarpc as rpc
-
 SCHEDULES = ("gpipe", "1f1b")
 Loss = Callable[..., torch.Tensor]
 
