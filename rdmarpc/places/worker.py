@@ -574,7 +574,9 @@ def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]
 
 
 def _resized() -> NotSupported:
-    return NotSupported("a tensor that lies at a worker is not resized in place", hint="give out= a tensor of the result's shape")
+    return NotSupported(
+        "a tensor that lies at a worker is not resized in place", hint="give out= a tensor of the result's shape"
+    )
 
 
 class Derived(RdmaError):

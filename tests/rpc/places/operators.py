@@ -1,13 +1,14 @@
 """torch's operator database over tensors that lie at workers, beside the same calls in one process, bit for bit.
 
-``python -m tests.rpc.places.operators [NAMES] --dtypes float32,complex64,int64 --out operators.tsv`` prints a table of verdicts.
-Each operator is run forward, with gradients, in place and with ``out=`` where it has these, in two modes: ``remote`` (all operands
-at one worker; twice, because the first call of a form is a question and later ones are posts) and ``mixed`` (each operand at one
-of two workers or here, drawn). The dtypes: float32 is what programs compute in; complex64 has conjugate and negative views, and
-gradients of its own; int64 has no gradients, other promotions, and the most operators that raise.
+``python -m tests.rpc.places.operators [NAMES] --dtypes float32,complex64,int64 --out operators.tsv`` prints a table.
+Each operator is run forward, with gradients and in place where it has these, in three modes. ``remote``: all operands at one
+worker; twice, because the first call of a form is a question and later ones are posts. ``mixed``: each operand at one of two
+workers or here, drawn. ``out``: as ``remote``, with ``out=``, for operators that have it. The dtypes: float32 is what programs
+compute in; complex64 has conjugate and negative views, and gradients of its own; int64 has no gradients, other promotions,
+and the most operators that raise.
 
-Verdicts: ``equal``; ``refused`` (``NotSupported``, and equal where not); ``different``; ``error`` (raised, where one process did
-not, or another type); ``crash`` (a process died, or did nothing for a minute).
+Verdicts: ``equal``; ``refused`` (``NotSupported``, and equal where not); ``different``; ``error`` (raised, where one process
+did not, or another type); ``crash`` (a process died, or did nothing for a minute).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "helpers")]
 
-from forks import forks
+from forks import forks  # noqa: E402
 
-from rdmarpc.places.geometry import bare, dressed, geometry
-from rdmarpc.places.stream import meta_of
-from rdmarpc.places.tensor import RemoteTensor, at_place, wrapper
-from rdmarpc.transport import NotSupported
+from rdmarpc.places.geometry import bare, dressed, geometry  # noqa: E402
+from rdmarpc.places.stream import meta_of  # noqa: E402
+from rdmarpc.places.tensor import RemoteTensor, at_place, wrapper  # noqa: E402
+from rdmarpc.transport import NotSupported  # noqa: E402
 
-MODES = ("remote", "mixed")
+MODES = ("remote", "mixed", "out")
 VERDICTS = ("equal", "refused", "different", "error", "crash")
 SAMPLES = 10
 _PATIENCE_S = 60.0
@@ -143,7 +144,7 @@ def seen(tensor: torch.Tensor, operands: list[torch.Tensor], values: bool) -> di
         "offset": tensor.storage_offset() if strided else None,
         "conj, neg": (tensor.is_conj(), tensor.is_neg()),
         "requires_grad": tensor.requires_grad,
-        "node": type(tensor.grad_fn).__name__,
+        "has a node": tensor.grad_fn is not None,
         "is operand": next((i for i, each in enumerate(operands) if each is tensor), None),
         "memory of": next((i for i, each in enumerate(operands) if memory(each) == memory(tensor)), None),
         "view": tensor._is_view(),
@@ -156,7 +157,7 @@ def seen(tensor: torch.Tensor, operands: list[torch.Tensor], values: bool) -> di
 def outcome(
     call: Callable[..., Any], args: Any, kwargs: Any, gradient: Callable[[Any], Any] | None, values: bool
 ) -> dict[str, Any]:
-    """All that may be seen of a call: results, gradients of ``gradient(results)``'s sum, operands, random state; or its error."""
+    """What may be seen of a call: results, gradients of ``gradient(results)``'s sum, operands, random state; or its error."""
     found: dict[str, Any] = {}
     operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     versions = [each._version for each in operands]
@@ -206,22 +207,22 @@ def _short(value: Any) -> str:
 # -- an operator
 
 
-def calls(op: Any, dtype: torch.dtype, count: int) -> Iterator[tuple[str, Callable[..., Any], Any, Any, Any]]:
-    """All calls of an operator to compare: (what it is, function, arguments, keyword arguments, what gradients are taken of)."""
+def calls(op: Any, dtype: torch.dtype, mode: str, count: int) -> Iterator[tuple[str, Callable[..., Any], Any, Any, Any]]:
+    """Calls of an operator to compare: (what it is, function, arguments, keyword arguments, what gradients are taken of)."""
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    name = op.name
     for number, sample in enumerate(samples(op, dtype, grad, count)):
         args = (sample.input, *sample.args)
-        yield f"sample {number}", op.op, args, sample.kwargs, sample.output_process_fn_grad if grad else None
         still = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, sample.kwargs))
+        if mode == "out":
+            yield f"sample {number}", _into(op.op), *still, None
+            continue
+        yield f"sample {number}", op.op, args, sample.kwargs, sample.output_process_fn_grad if grad else None
         if op.inplace_variant is not None:
             yield f"sample {number} in place", op.inplace_variant, *still, None
             if grad and op.supports_inplace_autograd:
                 yield f"sample {number} in place with gradients", _on_a_copy(op.inplace_variant), args, sample.kwargs, _same
-        if op.supports_out and not name.startswith("_foreach"):
-            yield f"sample {number} out=", _into(op.op), *still, None
     errors = getattr(op, "error_inputs_func", None)
-    if errors is not None and dtype is torch.float32:
+    if errors is not None and dtype is torch.float32 and mode != "out":
         for number, wrong in enumerate(itertools.islice(op.error_inputs("cpu"), 6)):
             sample = wrong.sample_input
             yield f"error {number}", op.op, (sample.input, *sample.args), sample.kwargs, None
@@ -273,11 +274,11 @@ def compare(name: str, dtype: torch.dtype, mode: str, count: int) -> Row:
         if VERDICTS.index(kind) > VERDICTS.index(verdict):
             verdict, text = kind, f"{what}: {why}"
 
-    for what, function, args, kwargs, gradient in calls(op, dtype, count):
+    for what, function, args, kwargs, gradient in calls(op, dtype, mode, count):
         tried += 1
         theirs = outcome(function, *twins((args, kwargs), lambda: None), gradient, values)
-        for _ in range(2 if mode == "remote" else 1):
-            where = (lambda: workers[0]) if mode == "remote" else (lambda: draw.choice([*workers, None]))
+        for _ in range(1 if mode == "mixed" else 2):
+            where = (lambda: draw.choice([*workers, None])) if mode == "mixed" else (lambda: workers[0])
             try:
                 ours = outcome(function, *twins((args, kwargs), where), gradient, values)
             except NotSupported as error:
@@ -394,8 +395,9 @@ def jobs_of(names: list[str], dtypes: list[torch.dtype], modes: list[str]) -> li
         (each, dtype, mode)
         for each in chosen
         for dtype in dtypes
-        if dtype in every[each].supported_dtypes("cpu")
         for mode in modes
+        if dtype in every[each].supported_dtypes("cpu")
+        if mode != "out" or (every[each].supports_out and not each.startswith("_foreach"))
     ]
 
 

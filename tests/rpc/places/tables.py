@@ -1,5 +1,5 @@
-"""What ``rdmarpc.places.operators`` says of operators, beside what they do on plain tensors: hidden writes, random numbers, sizes
-that depend on values."""
+"""What ``rdmarpc.places.operators`` says of operators, beside what they do on plain tensors: hidden writes, random numbers,
+sizes that depend on values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def watch(names: list[str], dtypes: list[torch.dtype], count: int) -> Watch:
 def _both_values(function: Any, sample: Any, grad: bool, seen: Watch) -> None:
     for other in (False, True):
         args, kwargs = tree_map_only(
-            torch.Tensor, lambda each: _copy(each, other), ((sample.input, *sample.args), sample.kwargs)
+            torch.Tensor, _copy if not other else _other, ((sample.input, *sample.args), sample.kwargs)
         )
         torch.manual_seed(3)
         try:
@@ -101,8 +101,13 @@ def _both_values(function: Any, sample: Any, grad: bool, seen: Watch) -> None:
                 return  # other values may be none that it takes
 
 
-def _copy(tensor: torch.Tensor, other: bool) -> torch.Tensor:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with other values."""
     copy = tensor.detach().clone()
-    if other and copy.layout is torch.strided and (copy.is_floating_point() or copy.is_complex()):
-        copy = copy.flip(0) * random.uniform(0.5, 0.9) if copy.dim() else copy * 0.7
+    if copy.layout is torch.strided and (copy.is_floating_point() or copy.is_complex()):
+        copy = (copy.flip(0) if copy.dim() else copy) * random.uniform(0.5, 0.9)
     return copy.requires_grad_(tensor.requires_grad)

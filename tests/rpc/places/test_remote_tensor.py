@@ -1,4 +1,4 @@
-"""``RemoteTensor`` as a type: what a program may do with a tensor that lies at a worker, beside the same program on plain ones."""
+"""``RemoteTensor`` as a type: what a program may do with a tensor that lies at a worker, beside the same on plain ones."""
 
 from __future__ import annotations
 
@@ -216,12 +216,15 @@ def copies() -> None:
     made["row"].zero_()
     same(made["whole"][1], torch.zeros(4))
     assert home(x)[1].any()
-    parameter = nn.Parameter(there(torch.randn(3)))
-    parameter.grad = there(torch.ones(3))
-    parameter.note = [1]
-    again = copy.deepcopy(parameter)
-    assert type(again) is type(parameter) and isinstance(again, nn.Parameter) and again.requires_grad and again.note == [1]
-    same(again.grad, torch.ones(3))
+    for leaf in (there(torch.randn(3, requires_grad=True)), nn.Parameter(there(torch.randn(3)))):
+        leaf.grad, leaf.note = there(torch.ones(3)), [1]
+        twin = home(leaf).requires_grad_()
+        twin = nn.Parameter(twin) if isinstance(leaf, nn.Parameter) else twin
+        twin.grad, twin.note = torch.ones(3), [1]
+        ours, theirs = copy.deepcopy(leaf), copy.deepcopy(twin)
+        same(ours, theirs)
+        assert isinstance(ours, nn.Parameter) == isinstance(theirs, nn.Parameter) and ours.requires_grad
+        assert (ours.grad is None) == (theirs.grad is None) and hasattr(ours, "note") == hasattr(theirs, "note")
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(there(torch.ones(2, requires_grad=True)) * 2)
     same(copy.copy(x), home(x))
@@ -286,7 +289,7 @@ def modules() -> None:
 
     both(program)
     lstm = nn.LSTM(3, 4, 2).to(places.device(W1))
-    out, (h, c) = lstm(there(torch.randn(5, 2, 3)))
+    out, (h, _) = lstm(there(torch.randn(5, 2, 3)))
     out.sum().backward()
     assert out.shape == (5, 2, 4) and lstm.weight_ih_l0.grad is not None and type(h) is RemoteTensor
 
@@ -334,7 +337,7 @@ def optimizer(name: str, how: dict[str, Any]) -> None:
             schedule.step()
         yield from net.parameters()
         for state in made.state_dict()["state"].values():
-            for key, value in sorted(state.items()):
+            for _, value in sorted(state.items()):
                 if not isinstance(value, torch.Tensor) or value.dim():
                     yield from value if isinstance(value, list) else [value]
                 else:
@@ -582,7 +585,7 @@ def crossing() -> None:
     plain.copy_(y)
     assert torch.equal(plain, b)
     same(there(a[:1].expand(64, 64)) + y, a[:1] + b)
-    with pytest.raises(RuntimeError, match="overlap|single memory"):
+    with pytest.raises(RuntimeError, match=r"overlap|single memory"):
         there(a[:1]).expand(64, 64).add_(y)
     for shape in (a.t(), a[::2, 1:9], a[3, 5:9].expand(4, 4), a[0, 0], a[:0]):
         moved = there(shape, W2).to(places.device(W1))
@@ -699,7 +702,7 @@ def late_errors() -> None:
     with pytest.raises((IndexError, RuntimeError), match="index_select"):
         (y[:2] + found.to(places.device(W2))).cpu()
     same(y + x, home(y) + home(x))
-    with pytest.raises(RuntimeError, match="shape|size"):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         x @ there(torch.randn(4, 4))
     with pytest.raises(TypeError):
         x + "text"
@@ -708,9 +711,9 @@ def late_errors() -> None:
 
 def no_memory() -> None:
     x = there(torch.ones(4))
-    with pytest.raises((RuntimeError, MemoryError), match="allocate|memory"):
+    with pytest.raises((RuntimeError, MemoryError), match=r"allocate|memory"):
         torch.empty(1 << 50, device=places.device(W1)).sum().item()
-    with pytest.raises((RuntimeError, MemoryError), match="allocate|memory"):
+    with pytest.raises((RuntimeError, MemoryError), match=r"allocate|memory"):
         x.new_zeros(1 << 50).sum().item()
     same(x + 1, torch.full((4,), 2.0))
 
