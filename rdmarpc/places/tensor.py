@@ -464,6 +464,8 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
 
 def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator some of whose operands are remote."""
+    if op.func is aten.set_.source_Tensor and type(args[0]) is RemoteTensor:
+        return _set(*args)
     if op.refused is not None:
         raise NotSupported(f"{op.name}: {op.refused}")
     if op.composite:
@@ -802,6 +804,16 @@ def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
     _refresh(tensor)
+    return tensor
+
+
+def _set(tensor: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
+    """The tensor lies over the source's memory from now on; a plain source is moved first."""
+    found: Any = at_place(source, tensor._handle.stream) if type(source) is not RemoteTensor else source
+    with _BELOW(_PYTHON):
+        aten.set_.source_Tensor(tensor, found)
+    found._handle.anchor |= tensor._handle.anchor
+    tensor._handle, tensor._meta, tensor._offset, tensor._words = found._handle, found._meta, found._offset, found._words
     return tensor
 
 

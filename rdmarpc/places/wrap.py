@@ -324,18 +324,11 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
         done.append((tensor, exchange(tensor, copy)))
 
 
-def _check_free(tensor: torch.Tensor) -> None:
-    """``NotSupported`` if C++ refers to the tensor. A graph's node that only adds up its gradient may: if that graph still
-    has a backward, it ends in an error, as after ``torch.utils.swap_tensors``."""
-    users = tensor._use_count() - 1  # type: ignore[attr-defined]
-    node = torch.autograd.graph.get_gradient_edge(tensor).node if users == 1 and tensor.requires_grad else None
-    if users and (node is None or tensor._use_count() != 2):  # type: ignore[attr-defined]
-        raise NotSupported(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be moved: something in C++ refers to it",
-            hint="wrap a model while no graph of an earlier forward is kept",
-        )
-    if node is not None:
-        node.register_prehook(_of_an_earlier_place)
+def _end_earlier_graphs(tensor: torch.Tensor) -> None:
+    """A backward through a graph that was made before the tensor moved would add its gradient to what is no longer there: it ends
+    in an error, as after ``torch.utils.swap_tensors``."""
+    if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
+        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_of_an_earlier_place)
 
 
 def _of_an_earlier_place(grads: Any) -> None:
@@ -353,7 +346,7 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         made = found.requires_grad_(tensor.requires_grad)
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
-    _check_free(tensor)
+    _end_earlier_graphs(tensor)
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     torch._C._swap_tensor_impl(tensor, made)

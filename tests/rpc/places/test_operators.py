@@ -34,18 +34,8 @@ QUICK = [
     *(f"nn_functional_{name}" for name in NETS.split()),
 ]
 DRAWS = [
-    *[
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "normal_in_place",
-        "uniform",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "normal_number_mean",
-    ],
+    *["cauchy", "exponential", "geometric", "log_normal", "normal_in_place", "uniform", "bernoulli", "multinomial"],
+    *["normal", "normal_number_mean"],
     *["randn", "randn_like", "rand_like", "randint", "randint_like", "svd_lowrank", "pca_lowrank"],
     *["nn_functional_fractional_max_pool2d", "nn_functional_fractional_max_pool3d", "nn_functional_rrelu"],
     *["nn_functional_scaled_dot_product_attention", "nn_functional_dropout", "nn_functional_dropout2d"],

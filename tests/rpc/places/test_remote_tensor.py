@@ -216,12 +216,15 @@ def copies() -> None:
     made["row"].zero_()
     same(made["whole"][1], torch.zeros(4))
     assert home(x)[1].any()
-    parameter = nn.Parameter(there(torch.randn(3)))
-    parameter.grad = there(torch.ones(3))
-    parameter.note = [1]
-    again = copy.deepcopy(parameter)
-    assert type(again) is type(parameter) and isinstance(again, nn.Parameter) and again.requires_grad and again.note == [1]
-    same(again.grad, torch.ones(3))
+    for leaf in (there(torch.randn(3, requires_grad=True)), nn.Parameter(there(torch.randn(3)))):
+        leaf.grad, leaf.note = there(torch.ones(3)), [1]
+        twin = home(leaf).requires_grad_()
+        twin = nn.Parameter(twin) if isinstance(leaf, nn.Parameter) else twin
+        twin.grad, twin.note = torch.ones(3), [1]
+        ours, theirs = copy.deepcopy(leaf), copy.deepcopy(twin)
+        same(ours, theirs)
+        assert isinstance(ours, nn.Parameter) == isinstance(theirs, nn.Parameter) and ours.requires_grad
+        assert (ours.grad is None) == (theirs.grad is None) and hasattr(ours, "note") == hasattr(theirs, "note")
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(there(torch.ones(2, requires_grad=True)) * 2)
     same(copy.copy(x), home(x))
