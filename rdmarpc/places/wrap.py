@@ -325,8 +325,8 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
 
 
 def _end_earlier_graphs(tensor: torch.Tensor) -> None:
-    """A backward through a graph that was made before the tensor moved would add its gradient to what is no longer there: it ends
-    in an error, as after ``torch.utils.swap_tensors``."""
+    """A backward through a graph that was made before the tensor moved would add its gradient to what is no longer there: it
+    ends in an error, as after ``torch.utils.swap_tensors``."""
     if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_of_an_earlier_place)
 
