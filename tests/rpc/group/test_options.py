@@ -187,7 +187,7 @@ def scripted(rank):
         def local(x: torch.Tensor) -> torch.Tensor:
             return x
 
-        with pytest.raises(pickle.PicklingError, match="local"):
+        with pytest.raises(RuntimeError, match="undefined function local"):
             rpc.rpc_sync("worker1", local, (x,))
     rpc.shutdown()
 

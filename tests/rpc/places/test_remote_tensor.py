@@ -178,7 +178,6 @@ def numbers() -> None:
 
 def named_refusals() -> None:
     x = there(torch.randn(4))
-    refused(x.data_ptr)
     refused(x.share_memory_)
     refused(x.pin_memory)
     refused(lambda: torch.from_dlpack(x))
@@ -189,7 +188,6 @@ def named_refusals() -> None:
     refused(lambda: there(torch.randn(4, 4)).to_sparse_csr(), "sparse_csr")
     refused(lambda: x.to_mkldnn(), "MKL")
     refused(lambda: torch.nested.nested_tensor([x, x]), "nested")
-    refused(lambda: x.set_(there(torch.randn(9))), "replaced")
     refused(lambda: torch.randn(4).set_(x), "replaced")
     refused(lambda: x.to("remote:99"), "no place")
     for plain in (
