@@ -259,6 +259,12 @@ def _into(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def varies(function: Callable[..., Any], args: Any, kwargs: Any, gradient: Any, values: bool, before: Any) -> bool:
+    """Whether one process does not agree with itself (``torch.linalg.lstsq`` of some LAPACK): there is nothing to compare."""
+    again = (outcome(function, *twins((args, kwargs), lambda: None), gradient, values) for _ in range(8))
+    return any(difference(each, before) for each in again)
+
+
 def compare(name: str, dtype: torch.dtype, mode: str, count: int) -> Row:
     """Run an operator at the workers of this process's group and here."""
     from rdmarpc import places
@@ -287,7 +293,7 @@ def compare(name: str, dtype: torch.dtype, mode: str, count: int) -> Row:
             except Exception as error:
                 fail("error", f"{type(error).__name__}: {error}", what)
                 continue
-            if why := difference(ours, theirs):
+            if (why := difference(ours, theirs)) and not varies(function, args, kwargs, gradient, values, theirs):
                 fail("error" if why[0] == "!" else "different", why.lstrip("!"), what)
         for stream in places.streams():
             try:

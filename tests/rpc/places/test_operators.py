@@ -56,7 +56,7 @@ def named(names: list[str]) -> list[str]:
 def test_operators_are_those_of_one_process(mode: str) -> None:
     names = named(QUICK)
     assert len(names) > 80
-    rows = operators.run(operators.jobs_of(names, [torch.float32], [mode]), 2 if mode == "remote" else 1)
+    rows = operators.run(operators.jobs_of(names, [torch.float32], [mode]), 1)
     refused = {row.operator for row in rows if row.verdict == "refused" and REFUSED.get(row.operator, "?") in row.text}
     wrong = [row for row in rows if row.verdict != "equal" and row.operator not in refused]
     assert not wrong, "\n".join(map(str, wrong))
@@ -65,7 +65,7 @@ def test_operators_are_those_of_one_process(mode: str) -> None:
 def test_random_operators_draw_as_one_process() -> None:
     """Their bits, and the random state afterwards (``operators.outcome``)."""
     jobs = [(name, torch.float32, mode) for name in DRAWS for mode in ("remote", "mixed")]
-    wrong = [row for row in operators.run(jobs, 3) if row.verdict != "equal"]
+    wrong = [row for row in operators.run(jobs, 2) if row.verdict != "equal"]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -80,8 +80,8 @@ def test_the_state_that_is_compared() -> None:
 
 def test_tables_say_what_operators_do() -> None:
     names = [*named(QUICK), *DRAWS, "native_batch_norm", "_native_batch_norm_legit"]
-    seen = tables.watch(names, [torch.float32], 2)
-    assert not seen.found and seen.calls > 5000, list(seen.found)
+    seen = tables.watch(names, [torch.float32], 1)
+    assert not seen.found and seen.calls > 2000, list(seen.found)
 
 
 def test_what_no_table_says_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
