@@ -351,6 +351,8 @@ class Stream:
 
     def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta, int]:
         """Copy a strided plain tensor here to the worker: (storage, geometry, offset -1: all of it)."""
+        if self.closed is not None:
+            self._refuse()
         shape, given = geometry(tensor), tensor
         tensor = bare(tensor)
         if tensor.device.type != "cpu":
@@ -425,6 +427,8 @@ class Stream:
             if self.closed is None:
                 with contextlib.suppress(RdmaError):
                     self.post([ring.LAST])
+                self._regions.clear()  # tensors that are kept keep none of the memory over which the worker was reached
+                del self._ring, self._answers, self._reply, self._reply_memory, self._done_memory
                 self.closed = error or RuntimeError(
                     f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
                 )

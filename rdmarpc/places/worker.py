@@ -195,10 +195,11 @@ class Runner:
             with contextlib.suppress(RdmaError):
                 self._answer(ENDED, ("error", dump_error(error, self._position)))
         finally:
+            # What is left refers to nothing: the memory is given back without Python's collector.
             self.stopped = True
-            self.values.clear()
-            self.signatures.clear()
-            self.regions.clear()
+            for table in (self.values, self.signatures, self.regions, self.remote, self.sources, self._run):
+                table.clear()
+            del self.channels, self.ring, self._ring_memory, self._reply_window, self._done_window
 
     def _loop(self) -> None:
         reader = self.ring
