@@ -458,6 +458,8 @@ _crossing = threading.Lock()
 # -- the streams of this process
 
 _streams: dict[tuple[str, str], Stream] = {}
+ran: dict[int, Stream | None] = {}
+"""Where forward operations ran, by the sequence number of the node that autograd made for them (``tensor.py``)."""
 _lock = threading.Lock()
 
 
@@ -494,6 +496,7 @@ def close_streams() -> None:
             _log.warning("an operation at worker %s failed, and nothing asked for its result: %s", stream.worker, error)
         stream.close()
     _streams.clear()
+    ran.clear()
 
 
 def _explain() -> list[str]:

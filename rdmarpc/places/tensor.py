@@ -34,7 +34,7 @@ from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, known_operators, operator
 from .plain import decode, encode
-from .stream import Known, Meta, Storage, Stream, cross, meta_of, names
+from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
 from .worker import flags, raw
 
 _make = torch.Tensor._make_wrapper_subclass
@@ -397,12 +397,8 @@ def bring_home(value: Any) -> Any:
 
 # -- where an operation runs
 
-_ran: dict[int, Stream | None] = {}
-"""Where forward operations ran, by the sequence number of the node that autograd made for them."""
-
-
 _OF_SEVERAL = torch.autograd.function.BackwardCFunction, torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""Nodes that stand for no operation of their own. Any other one that is not in ``_ran`` stands for one that saw plain tensors
+"""Nodes that stand for no operation of their own. Any other one that is not in ``ran`` stands for one that saw plain tensors
 only: it ran here."""
 
 
@@ -427,14 +423,14 @@ def running_at(place: Stream | None) -> Iterator[None]:
 
 def _remember(place: Stream | None) -> None:
     if _grad():
-        if len(_ran) > _REMEMBERED:
+        if len(ran) > _REMEMBERED:
             _forget_half()
-        _ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
+        ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
 
 
 def _forget_half() -> None:
-    for old in list(_ran)[: _REMEMBERED // 2]:
-        _ran.pop(old, None)
+    for old in list(ran)[: _REMEMBERED // 2]:
+        ran.pop(old, None)
 
 
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
@@ -443,7 +439,7 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
     node = _node()
     if node is not None:
         try:
-            return _ran[node._sequence_nr() + 1]
+            return ran[node._sequence_nr() + 1]
         except KeyError:
             if not isinstance(node, _OF_SEVERAL):
                 return None
@@ -580,9 +576,9 @@ def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     assert place is not None
     grad = _grad()
     if grad:
-        if len(_ran) > _REMEMBERED:
+        if len(ran) > _REMEMBERED:
             _forget_half()
-        _ran.setdefault(_sequence(), place)
+        ran.setdefault(_sequence(), place)
     return _send(place, op, form, words, grad, args, kwargs)
 
 

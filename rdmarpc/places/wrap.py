@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ..calls import agent as _agent
 from ..graph.show.describe import Transfers
-from ..transport import NotSupported
+from ..transport import NotSupported, RdmaError
 from .batches import checked, forward_backward
 from .checkpoint import load_checkpoint
 from .geometry import geometry
@@ -170,7 +170,8 @@ class WrappedModel(nn.Module):
         return {**found, "steps": self._placement.steps}
 
     def close(self) -> None:
-        """Bring all parameters and buffers home: the model is one of this process again. Idempotent."""
+        """Bring all parameters and buffers home: the model is one of this process again, but for what lay at a
+        worker that is lost. Idempotent."""
         for module in self.modules():
             module.__dict__.pop("forward", None) if isinstance(module.__dict__.get("forward"), Replicas) else None
         come_home(self)
@@ -240,7 +241,8 @@ def come_home(net: nn.Module) -> None:
             if type(tensor) is RemoteTensor and id(tensor) not in memo:
                 memo[id(tensor)] = tensor
     for tensor in memo.values():
-        exchange(tensor, at_place(tensor.detach(), None).clone())
+        with suppress(RdmaError):  # what lay at a worker that is lost is lost: its next use says so
+            exchange(tensor, at_place(tensor.detach(), None).clone())
 
 
 def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
