@@ -1,6 +1,6 @@
 """The caller's end of a command stream: what is posted to one device of one worker, in order, and the answers.
 
-Nothing waits but questions (``ask``), which a lock keeps in the order of the posts. What a question is about has been run when
+Nothing waits but questions, which a lock keeps in the order of the posts. What a question is about has been run when
 its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is
 freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
 """
@@ -29,7 +29,7 @@ from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, encode, load_error, loads
-from .worker import ENDED, REPLY_BYTES, Derived, Landing, raw
+from .worker import ENDED, HEAD_BYTES, REPLY_BYTES, Derived, Landing, raw
 
 _log = logging.getLogger("rdmarpc")
 _LINES = 4096
@@ -39,7 +39,6 @@ _torchs: dict[int, bool] = {}
 INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
-_HEAD = 64
 _WORD = struct.Struct("<q")
 names = itertools.count(1)
 """Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
@@ -234,10 +233,9 @@ class Stream:
         for region, offset, nbytes in places:
             region.free(position, offset, nbytes)
 
-    def note(self, name: str, depth: int) -> None:
+    def note(self, name: str) -> None:
         """Note the line of the program, some frames up, that is about to post operator ``name``."""
-        frame: FrameType | None = sys._getframe(depth)
-        assert frame is not None
+        frame: FrameType = sys._getframe(1)
         while (above := frame.f_back) is not None and _is_torchs(frame.f_code):
             frame = above
         self._lines.append((self._ring.written, name, frame.f_code, frame.f_lasti))
@@ -279,16 +277,19 @@ class Stream:
 
     def question(self, words: list[int], at: int) -> Any:
         """Post a message that is answered, with the question's number at ``words[at]``, and wait for the answer."""
+        kind, value = self._asked(words, at)
+        if kind == "ok":
+            return value
+        error, position = load_error(value)
+        raise self._reset_all(error, position) if kind == "late" else error
+
+    def _asked(self, words: list[int], at: int) -> tuple[str, Any]:
         with self.lock:
             self._questions += 1
             self._counts["questions"] += 1
             words[at] = number = self._questions
             self.post(words)
-            kind, value = self._answer(number)
-        if kind == "ok":
-            return value
-        error, position = load_error(value)
-        raise self._reset_all(error, position) if kind == "late" else error
+            return self._answer(number)
 
     def _answer(self, number: int) -> tuple[str, Any]:
         begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
@@ -296,7 +297,7 @@ class Stream:
             self._await_answer()
             answered = _WORD.unpack_from(self._reply, 0)[0]
             if answered == ENDED:
-                self.closed, _ = load_error(loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))[1])
+                self.closed, _ = load_error(self._replied()[1])
                 raise self.closed
             if answered == number:
                 break  # an earlier one is that of a question whose wait was interrupted
@@ -304,8 +305,12 @@ class Stream:
         if observing.line is not None and begin:
             about = {"question": number}
             observing.line.span(observing.line.track(), f"wait for {self}", "model", begin, time.monotonic_ns(), about)
-        kind, value = loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))
+        kind, value = self._replied()
         return (kind, value) if kind != "large" else loads(self._manage(runners.take_large, number))
+
+    def _replied(self) -> tuple[str, Any]:
+        """What the worker has written last."""
+        return loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))
 
     def _await_answer(self) -> None:
         seen, since = self._ring.done, time.monotonic()
@@ -325,8 +330,8 @@ class Stream:
         found = [(self, error, position)]
         for stream in streams():
             if stream is not self:
-                with contextlib.suppress(RdmaError), stream.lock:
-                    kind, value = stream.status()
+                with contextlib.suppress(RdmaError):
+                    kind, value = stream._asked([ring.CHECK, 0], 1)
                     if kind == "late":
                         found.append((stream, *load_error(value)))
         where, error, position = next((each for each in found if not isinstance(each[1], Derived)), found[0])
@@ -336,12 +341,6 @@ class Stream:
             with contextlib.suppress(RdmaError):
                 stream.post([ring.RESET])
         return error
-
-    def status(self) -> tuple[str, Any]:
-        """Whether there is an error, when all that was posted has been run."""
-        self._questions += 1
-        self.post([ring.CHECK, self._questions])
-        return self._answer(self._questions)
 
     def synchronize(self) -> None:
         """Return when all that was posted has been run. Raises what went wrong meanwhile."""
@@ -437,7 +436,7 @@ class Stream:
 def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta, shift: int) -> Storage:
     """Copy a tensor from one worker to another: one WRITE there, into a place that is chosen here."""
     shape = meta.geometry
-    nbytes = room(shape, shift)[0] + _HEAD
+    nbytes = room(shape, shift)[0] + HEAD_BYTES
     with _crossing:
         with target.lock:
             number, name = target.tell_meta(meta), next(names) << 20

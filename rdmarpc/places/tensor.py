@@ -574,12 +574,8 @@ def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
             return _mixed(op, args, kwargs, _tensors((args, kwargs)))
     assert place is not None
-    grad = _grad()
-    if grad:
-        if len(ran) > _REMEMBERED:
-            _forget_half()
-        ran.setdefault(_sequence(), place)
-    return _send(place, op, form, words, grad, args, kwargs)
+    _remember(place)
+    return _send(place, op, form, words, args, kwargs)
 
 
 def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -591,20 +587,18 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
     for name, value in kwargs.items():
         form.append(name)
         _scan(value, form, words, name in op.named_numbers, place)
-    return _send(place, op, form, words, _grad(), args, kwargs)
+    return _send(place, op, form, words, args, kwargs)
 
 
-def _send(
-    place: Stream, op: Operator, form: list[Any], words: list[int], grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator, of this form and with these words, and make what stands for its results."""
     key = tuple(form)
     place.operations += 1
     with place.lock:
         if (state := flags()) != place.state:
             place.tell_state(state)
-        place.note(op.name, 3)
-        known = place.known[grad].get(key)
+        place.note(op.name)
+        known = place.known[_grad()].get(key)
         if known is None or known.kind == _ASKED:
             out = _ask(place, op, key, known, words, args, kwargs)
         else:
@@ -691,8 +685,8 @@ def _ask(
         known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
     base = next(names) << 20
     single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
-    operands = {t._handle.name: i for i, t in reversed(list(enumerate(_tensors((args, kwargs)))))}
     tensors = _tensors((args, kwargs))
+    operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
     results: list[Any] = []
     values: list[Any] = []
     made: dict[int, int] = {}
@@ -774,10 +768,7 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             known = _views[form] = _new_view(op, args, kwargs)
     if type(known) is list:
         return [_over(base, *each) for each in known]
-    meta, ahead = known
-    offset = base._offset + ahead
-    whole = meta is base._meta and ahead == 0 and base._words[1] == -1
-    return wrapper(base._handle, meta, offset, -1 if whole else offset)
+    return _over(base, *known)
 
 
 def _over(base: RemoteTensor, meta: Meta, ahead: int) -> RemoteTensor:

@@ -8,10 +8,10 @@ OPERATION   signature, first new name, operands and numbers as the signature say
 ASK         as OPERATION; what came out is answered
 FREE        names
 META        number, length, geometry as text
-SIGNATURE   number, length, signature as text: operator, operands, what comes out (nothing until it was asked once)
+SIGNATURE   number, length, signature as text: operator, operands, the caller's grad mode
 INLINE      new name, meta, first element's address modulo 64, length, bytes: a small tensor of the caller's
-LAND        new name, meta, source, region, offset, shift: what the source has written there
-SEND        name, at, meta, target, region, offset, shift: write it there and tell the target
+LAND        new name, meta, region, offset, shift: what has been written there
+SEND        name, at, meta, region, offset, shift: write it there and tell whose region that is
 FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
 CHECK       question: answered when all before it has been run
 RESET       the caller knows of the error: go on
@@ -45,7 +45,7 @@ from .plain import decode, dump_error, encode, load
 
 REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
-_HEAD_BYTES = 64
+HEAD_BYTES = 64
 _FINE, _VOID = 0, 1
 _END_S = 5.0
 _SHOWN = {
@@ -106,7 +106,7 @@ def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
 
 
 class Runner:
-    """One stream. ``start`` begins its thread; ``stop`` may be called by any thread."""
+    """One stream. ``open`` begins its thread; ``stop`` may be called by any thread."""
 
     def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device) -> None:
         self.channel, self.channels, self.device = channel, channels, device
@@ -505,7 +505,7 @@ class Runner:
             if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
                 source = self.sources[region][0].peer
                 self.void = self.void or Void(dump_error(Derived(f"worker {source} has not computed it"), self._position))
-            offset += _HEAD_BYTES
+            offset += HEAD_BYTES
         if self.void is not None:
             self.values[name] = self.void
             return
@@ -618,17 +618,17 @@ class Landing:
 
     def write(self, offset: int, shift: int, tensor: torch.Tensor | None) -> None:
         """Write a tensor (``None``: it is void) behind a header, and announce it."""
-        head = (_VOID if tensor is None else _FINE).to_bytes(_HEAD_BYTES, "little")
+        head = (_VOID if tensor is None else _FINE).to_bytes(HEAD_BYTES, "little")
         mapped = self.mapped
         if tensor is not None:
-            self.put(offset + _HEAD_BYTES, shift, bare(tensor.cpu()))
+            self.put(offset + HEAD_BYTES, shift, bare(tensor.cpu()))
         if mapped is not None:
             mapped.begin()
-            mapped.memory[offset : offset + _HEAD_BYTES] = head
+            mapped.memory[offset : offset + HEAD_BYTES] = head
             mapped.end()
         else:
             blob = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            self.channel.memcpy(self.remote[offset : offset + _HEAD_BYTES], registered(self.channel, blob)).wait()
+            self.channel.memcpy(self.remote[offset : offset + HEAD_BYTES], registered(self.channel, blob)).wait()
         assert self.notify is not None
         self.channel.notify(self.notify)
 
