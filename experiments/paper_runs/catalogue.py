@@ -85,7 +85,7 @@ EXPERIMENTS = (
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
         minutes=2.5, quick_minutes=0.5, overrides=("rounds=1",),
-        quick=("workers=[2]", "watched=1", "cases.wide=null"),
+        quick=("workers=[2]", "cases.wide=null"),
     ),
     Experiment(
         "federated", "mlsys", "Federated learning",

@@ -14,23 +14,6 @@ from rdmarpc import auto_placement
 TWO = ["worker1", "worker2"]
 
 
-def encoder(layers: int) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
-@pytest.mark.parametrize("inputs", [None, (torch.randn(2, 3, 16),)])
-def test_layers_of_a_transformer_are_split_evenly(inputs):
-    net = encoder(12)
-    assert auto_placement(net, ["w0", "w1"], inputs=inputs) == {"layers.0-5": "w0", "layers.6-11": "w1"}
-    three = {"layers.0-3": "w0", "layers.4-7": "w1", "layers.8-11": "w2"}
-    assert auto_placement(net, ["w0", "w1", "w2"], inputs=inputs) == three
-    net = nn.Sequential(nn.Linear(16, 16), encoder(4), nn.Linear(16, 2))
-    placement = auto_placement(net, ["w0", "w1"], inputs=inputs)
-    assert placement == {"0": "w0", "1.layers.0-1": "w0", "1.layers.2-3": "w1", "2": "w1"}
-    assert auto_placement(net, ["w0"]) == {"0-2": "w0"}
-
-
 class Backwards(nn.Module):
     """Registered in another order than it runs."""
 
