@@ -169,8 +169,14 @@ class Agent:
         return self.me if worker is None else self.resolve(worker)
 
     def channel(self, worker: str) -> Channel:
-        """The channel to a worker, the same one at both ends. Connects if need be."""
+        """The channel to a worker, the same one at both ends. Connects if need be. The connection to this worker itself has
+        both ends here: this is the one that asks, ``serving`` the other."""
         return self.connections.to(self.resolve(worker).number).channel
+
+    def serving(self, worker: str) -> Channel:
+        """The channel by which a worker reaches us."""
+        found = self.channel(worker)
+        return found if worker != self.name else self.links.other_end(self.number).channel
 
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
         """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block. A bound method is

@@ -52,6 +52,10 @@ class Links:
         """The link that is read from this channel."""
         return next((link for link in list(self.rows.values()) if link.channel is channel), None)
 
+    def other_end(self, number: int) -> Link:
+        """The link that is read for what this worker, ``number``, sends to itself."""
+        return next(link for link in list(self.rows.values()) if link.worker == number and link is not self.by_worker[number])
+
     def lose(self, link: Link, error: RdmaError) -> None:
         """Note that the connection of a link has ended. Its worker is lost then, unless another link to it counts."""
         with self.changed:

@@ -37,5 +37,5 @@ class Line(Protocol):
     def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any], /) -> None: ...
 
 
-observer: Observer | None = None
+observers: tuple[Observer, ...] = ()
 line: Line | None = None

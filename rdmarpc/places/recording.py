@@ -44,8 +44,8 @@ class Ran(NamedTuple):
 
 
 class Recorder:
-    """Records what the thread that made it posts, from ``start`` to ``end``: at most ``_MOST`` events. While it is on, all
-    modules and optimizers of the process have a hook (torch's global ones), which tells where the program is."""
+    """Records what the thread that made it posts, from ``start`` to ``end`` or until it has ``_MOST`` events. While it is on,
+    all modules and optimizers of the process have a hook (torch's global ones), which tells where the program is."""
 
     def __init__(self, net: nn.Module | None = None, inputs: dict[str, torch.Tensor] | None = None) -> None:
         self._thread, self._here = threading.get_ident(), _agent.current().name
@@ -70,12 +70,9 @@ class Recorder:
         for name, tensor in (inputs or {}).items():
             self._called[self._storage(tensor)] = name
 
-    def start(self) -> bool:
-        """Whether it records from now on: one at a time does."""
+    def start(self) -> None:
         with _lock:
-            if observing.observer is not None:
-                return False
-            observing.observer = self
+            observing.observers = (*observing.observers, self)
         for hook in (
             modules.register_module_forward_pre_hook(self._enter),
             modules.register_module_forward_hook(self._leave, always_call=True),
@@ -83,13 +80,11 @@ class Recorder:
             optimizers.register_optimizer_step_post_hook(self._step_ends),
         ):
             self._hooks.callback(hook.remove)
-        return True
 
     def end(self) -> None:
         """Idempotent."""
         with _lock:
-            if observing.observer is self:
-                observing.observer = None
+            observing.observers = tuple(each for each in observing.observers if each is not self)
         self._hooks.close()
 
     def recorded(self) -> Recorded:
@@ -170,9 +165,15 @@ class Recorder:
 
     # -- what is posted
 
+    def _elsewhere(self) -> bool:
+        """Whether what happens is not recorded: in another thread, or too much has been."""
+        if len(self._events) >= _MOST:
+            self.end()
+        return threading.get_ident() != self._thread or len(self._events) >= _MOST
+
     def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None) -> None:
         """See ``Observer``."""
-        if threading.get_ident() != self._thread or len(self._events) >= _MOST:
+        if self._elsewhere():
             return
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         written = op.operands_written(args, kwargs)
@@ -216,7 +217,7 @@ class Recorder:
         self._moved(repr(source), self._here, _over(name, at, meta), made, meta.geometry.dtype.itemsize)
 
     def _moved(self, source: str, target: str, operand: Operand, made: int, itemsize: int, maker: str = "") -> None:
-        if threading.get_ident() != self._thread or len(self._events) >= _MOST:
+        if self._elsewhere():
             return
         phase, storage = self._now(), operand.storage
         name = self._called.get(storage, "")
@@ -355,11 +356,9 @@ class Recording:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Record what this thread posts to workers and what it computes here, until the end of the ``with``. ``RuntimeError`` if
-    that is being recorded already."""
+    """Record what this thread posts to workers and what it computes here, until the end of the ``with``."""
     recorder = Recorder()
-    if not recorder.start():
-        raise RuntimeError("what is posted is being recorded already")
+    recorder.start()
     try:
         with _Here(recorder):
             yield Recording(recorder)
@@ -397,7 +396,7 @@ class FirstSteps:
         if self._current is not None:
             if self._current._thread != threading.get_ident():
                 return
-            self._end()
+            self.end()
         net = self._net()
         inputs = {} if net is None else _inputs(net, args, kwargs)
         form = torch.is_grad_enabled(), *[(leaf.shape, leaf.dtype) for leaf in inputs.values()]
@@ -408,10 +407,10 @@ class FirstSteps:
             found = []
         self._found[form] = found  # the last used is the last
         if len(found) < _TIMES:
-            recorder = Recorder(net, inputs)
-            if recorder.start():
-                found.append(recorder)
-                self._current = recorder
+            self._current = recorder = Recorder(net, inputs)
+            recorder.start()
+            weakref.finalize(self, recorder.end)
+            found.append(recorder)
 
     @contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -423,13 +422,14 @@ class FirstSteps:
         finally:
             self._whole.inside = False
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """The step that is recorded ends here. Idempotent."""
         recorder, self._current = self._current, None
         if recorder is not None:
             recorder.end()
 
     def transfers(self) -> list[Transfers]:
         """One entry for each form of inputs, the last used one last. Ends the step that is being recorded."""
-        self._end()
+        self.end()
         found = [each for each in self._found.values() if each]
         return [described([each.recorded() for each in same], same[-1].parameter_bytes()) for same in found]

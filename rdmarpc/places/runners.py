@@ -29,7 +29,7 @@ def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, n
     where = torch.device(device)
     if where.type != "cpu" and not torch.accelerator.is_available():
         raise NotSupported(f"worker {agent.name} has no {where.type} device", hint="rdmarpc doctor says what a host can do")
-    runner = Runner(agent.channel(caller), agent.channel, where)
+    runner = Runner(agent, caller, where)
     known = _runners.setdefault(agent, {})
     for ended in [each for each, runner in known.items() if runner.stopped]:
         del known[ended]

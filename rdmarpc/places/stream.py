@@ -371,8 +371,8 @@ class Stream:
                 region.landing.put(offset, shift, tensor)
                 self.post([ring.LAND, name, number, region.number, offset, shift])
                 made = Storage(self, name, used, (region, offset, nbytes))
-        if observing.observer is not None:
-            observing.observer.brought(self, given, made)
+        for each in observing.observers:
+            each.brought(self, given, made)
         return made, meta, -1
 
     def place(self, source: Stream | None, nbytes: int) -> tuple[Region, int]:
@@ -416,8 +416,8 @@ class Stream:
             self.question([ring.FETCH, name, at, number, 0, 0, *descriptor], 4)
             found = torch.empty(0, dtype=shape.dtype)
             found.set_(memory.untyped_storage(), memory.storage_offset() // shape.dtype.itemsize, shape.shape, shape.strides)
-        if observing.observer is not None:
-            observing.observer.fetched(self, name, at, meta, found)
+        for each in observing.observers:
+            each.fetched(self, name, at, meta, found)
         return dressed(found, shape)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -445,8 +445,8 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
         target.post([ring.LAND, name, number, region.number, offset, shift])
     source.count_move()
     made = Storage(target, name, nbytes, (region, offset, nbytes))
-    if observing.observer is not None:
-        observing.observer.crossed(storage, at, meta, made)
+    for each in observing.observers:
+        each.crossed(storage, at, meta, made)
     return made
 
 

@@ -529,8 +529,8 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
 def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = op.func(*args, **kwargs)
-    if observing.observer is not None:
-        observing.observer.operation(op, args, kwargs, out, None)
+    for each in observing.observers:
+        each.operation(op, args, kwargs, out, None)
     return out
 
 
@@ -615,8 +615,8 @@ def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: 
                     out = wrapper(Storage(place, base, nbytes), meta, offset, -1)
                 else:
                     out = _results(place, known, base, args, kwargs)
-    if observing.observer is not None:
-        observing.observer.operation(op, args, kwargs, out, place)
+    for each in observing.observers:
+        each.operation(op, args, kwargs, out, place)
     if not op.written:
         return out
     if op.first_written:

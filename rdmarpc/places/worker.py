@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from ..calls.agent import Agent
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
@@ -108,8 +109,9 @@ def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
 class Runner:
     """One stream. ``open`` begins its thread; ``stop`` may be called by any thread."""
 
-    def __init__(self, channel: Channel, channels: Callable[[str], Channel], device: torch.device) -> None:
-        self.channel, self.channels, self.device = channel, channels, device
+    def __init__(self, agent: Agent, caller: str, device: torch.device) -> None:
+        self.channel, self.device = agent.serving(caller), device
+        self._serving, self._reaching = agent.serving, agent.channel
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
@@ -164,7 +166,7 @@ class Runner:
 
     def region(self, number: int, source: str, nbytes: int) -> tuple[bytes, int]:
         """Memory for what ``source`` sends ("" is the caller): its descriptor, and the notification that announces it."""
-        channel = self.channels(source) if source else self.channel
+        channel = self._serving(source) if source else self.channel
         memory = channel.device.arena.note(channel.empty(nbytes, dtype=torch.uint8), "what streams send")
         notify = channel.take_numbers(1) if source else 0
         self.regions[number] = memory, memoryview(memory.numpy()).cast("B")
@@ -175,7 +177,7 @@ class Runner:
 
     def reach(self, number: int, target: str, descriptor: bytes, notify: int) -> None:
         """Memory of another worker's."""
-        self.remote[number] = Landing(self.channels(target), RemoteRegion.load(descriptor), notify)
+        self.remote[number] = Landing(self._reaching(target), RemoteRegion.load(descriptor), notify)
 
     def stop(self) -> None:
         """End the stream. Returns when nothing of it runs any more, or after some seconds."""
@@ -199,7 +201,7 @@ class Runner:
             self.stopped = True
             for table in (self.values, self.signatures, self.regions, self.remote, self.sources, self._run):
                 table.clear()
-            del self.channels, self.ring, self._ring_memory, self._reply_window, self._done_window
+            del self._serving, self._reaching, self.ring, self._ring_memory, self._reply_window, self._done_window
 
     def _loop(self) -> None:
         reader = self.ring

@@ -155,6 +155,7 @@ class WrappedModel(nn.Module):
                     tensor.data = make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for each in placed.places.values():
             each[:] = [(successor if worker == lost else worker, device) for worker, device in each]
+        placed.first = placed.first and FirstSteps(self)  # other things cross
         load_checkpoint(state, folder)
         return state
 
@@ -174,6 +175,8 @@ class WrappedModel(nn.Module):
         worker that is lost. Idempotent."""
         for module in self.modules():
             module.__dict__.pop("forward", None) if isinstance(module.__dict__.get("forward"), Replicas) else None
+        if self._placement.first is not None:
+            self._placement.first.end()
         come_home(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
