@@ -8,8 +8,10 @@ freed by a finaliser, which must not post: it leaves the name in ``dead``, and t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import logging
+import mmap
 import os
 import struct
 import sys
@@ -74,17 +76,48 @@ def meta_of(geometry: Geometry) -> Meta:
     return found if found is not None else _metas.setdefault(geometry, Meta(geometry, len(_metas)))
 
 
+class Mirror:
+    """Addresses of this process that stand for a storage at a worker, as long as that lives. There is no memory behind them
+    but where it was filled, and that is read-only."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, max(nbytes, 1))
+        # ctypes needs a writable buffer for the address, so the memory is protected afterwards.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._protect(0)
+
+    def fill(self, start: int, blob: bytes) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        self._memory[start : start + len(blob)] = blob
+        self._protect(mmap.PROT_READ)
+
+    def _protect(self, how: int) -> None:
+        if _mprotect(self.address, len(self._memory), how):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
 class Storage:
     """Memory at a worker that tensors here stand for; freed there when the last of them dies. ``copies``: what has been moved
     elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it
     (parameters)."""
 
-    __slots__ = ("__weakref__", "anchor", "copies", "name", "nbytes", "place", "stream")
+    __slots__ = ("__weakref__", "_mirror", "anchor", "copies", "name", "nbytes", "place", "stream")
 
     def __init__(self, stream: Stream, name: int, nbytes: int, place: tuple[Region, int, int] | None = None) -> None:
         self.stream, self.name, self.nbytes, self.place = stream, name, nbytes, place
         self.copies: dict[Any, Any] | None = None
         self.anchor = False
+        self._mirror: Mirror | None = None
+
+    @property
+    def mirror(self) -> Mirror:
+        if self._mirror is None:
+            self._mirror = Mirror(self.nbytes)
+        return self._mirror
 
     def __del__(self) -> None:
         self.stream.dead.append((self.name, self.place))
@@ -444,7 +477,7 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
         source.post([ring.SEND, storage.name, at, source.tell_meta(meta), region.number, offset, shift])
         target.post([ring.LAND, name, number, region.number, offset, shift])
     source.count_move()
-    made = Storage(target, name, nbytes, (region, offset, nbytes))
+    made = Storage(target, name, shape.span * shape.dtype.itemsize, (region, offset, nbytes))
     for each in observing.observers:
         each.crossed(storage, at, meta, made)
     return made

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import mmap
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -184,15 +182,15 @@ class RemoteTensor(torch.Tensor):
         return RemoteStorage(self._handle)
 
     def data_ptr(self) -> int:
-        """The address of a copy here, for libraries that read a tensor's bytes so. The copy lives until the tensor is
-        written or freed; its memory is read-only, so nothing that writes through the address is lost unseen."""
-        handle, key = self._handle, ("address", self._meta, self._offset)
-        found = None if handle.copies is None else handle.copies.get(key)
-        if found is None:
-            found = ReadOnly(at_place(self.detach(), None).resolve_conj().resolve_neg())
-            assert handle.copies is not None
-            handle.copies[key] = found
-        return found.address
+        """The address of a copy here, for libraries that read a tensor's bytes so: as after the writes that were posted when it
+        was asked for. It is valid as long as the storage, and read-only, so that nothing is written through it unseen."""
+        handle, itemsize = self._handle, self.dtype.itemsize
+        mirror, start = handle.mirror, max(self._offset, 0) * itemsize
+        used = self._meta.geometry.span * itemsize
+        if used:
+            memory = meta_of(Geometry((used,), (1,), torch.uint8))
+            mirror.fill(start, raw(handle.stream.fetch(handle.name, start, memory)))
+        return mirror.address + start
 
     def __dlpack__(self, **options: Any) -> Any:
         raise NotSupported(
@@ -209,24 +207,9 @@ class RemoteTensor(torch.Tensor):
         return False
 
 
-class ReadOnly:
-    """A copy of a tensor's bytes, from its first element to its last, in memory that cannot be written."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        blob = raw(tensor)
-        self._memory = mmap.mmap(-1, max(len(blob), 1))
-        self._memory[: len(blob)] = blob
-        # ctypes needs a writable buffer for the address, so the memory is protected afterwards.
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        protect = ctypes.CDLL(None, use_errno=True).mprotect
-        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if protect(self.address, len(self._memory), mmap.PROT_READ):
-            raise OSError(ctypes.get_errno(), "mprotect")
-
-
 class RemoteStorage:
-    """In the place of a storage: its size, and a number that no other storage here has where an address would be. Libraries
-    find by these which tensors share memory."""
+    """In the place of a storage: its size, and an address that no other storage here has. Libraries find by these which tensors
+    share memory."""
 
     device = _CPU
 
@@ -238,7 +221,7 @@ class RemoteStorage:
         return self._handle.name
 
     def data_ptr(self) -> int:
-        return self._handle.name
+        return self._handle.mirror.address
 
     def nbytes(self) -> int:
         return self._handle.nbytes

@@ -60,7 +60,7 @@ def test_trainers(name):
     if importlib.util.find_spec(name) is None or importlib.util.find_spec("accelerate") is None:
         pytest.skip(f"{name} is not installed (extra: trainers)")
     said = run("-m", "examples.trainers", name)
-    assert re.search(rf"{name}: fx, loss .*, as in one process: True", said), said
+    assert re.search(rf"{name}: loss .*, as in one process: True", said), said
 
 
 def test_checkpoint():

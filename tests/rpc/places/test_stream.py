@@ -156,6 +156,9 @@ def addresses() -> None:
     assert there.untyped_storage().data_ptr() == there.t().untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
     there.mul_(2)
     assert ctypes.string_at(there.data_ptr(), x.nbytes) == (x * 2).numpy().tobytes()
+    assert there[2, 3].data_ptr() == there.data_ptr() + 4 * 13 and there.data_ptr() == there.untyped_storage().data_ptr()
+    crossed = (there + 1).to(rpc.device("worker2"))
+    assert crossed.untyped_storage().nbytes() == x.nbytes
     with pytest.raises(TypeError):
         torch.zeros(35).set_(there.untyped_storage())
     plain = torch.zeros(7, 5)
