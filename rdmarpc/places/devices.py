@@ -14,6 +14,7 @@ import torch
 from torch.utils import backend_registration
 
 from ..calls import agent as _agent
+from ..transport import NotSupported
 from .names import DEVICE, named, place_named
 from .operators import aten
 from .tensor import at_place, make_empty
@@ -60,6 +61,9 @@ def _enter() -> None:
     global _library
     if _library is not None:
         return
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != "privateuseone":
+        raise NotSupported(f"torch has room for one device of others, and {taken!r} is it", hint="wrap() needs none")
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, _Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # a plain tensor's ``data`` cannot become one elsewhere
     _library = torch.library.Library("aten", "IMPL")

@@ -62,9 +62,9 @@ def _place(key: str, value: str, workers: Sequence[str], ranked: Callable[[int],
 
 
 def _split(key: str, value: str) -> tuple[str, str]:
-    worker, _, device = value.partition("/")
+    worker, slash, device = value.partition("/")
     try:
-        return worker, str(torch.device(device or "cpu"))
+        return worker, str(torch.device(device if slash else "cpu"))
     except RuntimeError:
         raise ValueError(f"placement puts {key!r} on {value!r}: {device!r} is no device") from None
 

@@ -27,8 +27,8 @@ def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, n
     """Begin to run a stream of worker ``caller`` on a device: its ring, and the number of the ring's notifications."""
     agent = _agent.current()
     where = torch.device(device)
-    if where.type != "cpu" and not torch.accelerator.is_available():
-        raise NotSupported(f"worker {agent.name} has no {where.type} device", hint="rdmarpc doctor says what a host can do")
+    if where.type != "cpu" and not _has(where):
+        raise NotSupported(f"worker {agent.name} has no device {where}", hint="rdmarpc doctor says what a host can do")
     runner = Runner(agent, caller, where)
     known = _runners.setdefault(agent, {})
     for ended in [each for each, runner in known.items() if runner.stopped]:
@@ -36,6 +36,12 @@ def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, n
     known[key] = runner
     agent.before_closing(runner.stop)
     return runner.open(reply, done, notify)
+
+
+def _has(device: torch.device) -> bool:
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
+        return False
+    return (device.index or 0) < torch.accelerator.device_count()
 
 
 def new_region(key: str, number: int, source: str, nbytes: int) -> tuple[bytes, int]:

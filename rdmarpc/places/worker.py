@@ -42,6 +42,7 @@ from ..calls.agent import Agent
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
+from .gpus import at_device
 from .plain import decode, dump_error, encode, load
 
 REPLY_BYTES = 1 << 16
@@ -77,11 +78,11 @@ class Signature:
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
     for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for."""
 
-    __slots__ = ("expected", "func", "grad", "keywords", "takes")
+    __slots__ = ("expected", "func", "grad", "keywords", "name", "takes")
 
     def __init__(self, told: tuple[Any, ...], metas: dict[int, Geometry], device: torch.device) -> None:
-        name, takes, keywords, self.grad = told
-        self.func = _overload(name)
+        self.name, takes, keywords, self.grad = told
+        self.func = at_device(_overload(self.name), device)
         self.takes = [_taken(each, device) for each in takes]
         self.keywords = [(key, _taken(each, device)) for key, each in keywords]
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
@@ -257,7 +258,7 @@ class Runner:
         kind = words[at] & 255
         if kind in (ring.OPERATION, ring.ASK):
             found = self.signatures.get(words[at + (1 if kind == ring.OPERATION else 2)])
-            return "an operation" if found is None else found.func.name().removeprefix("aten::")
+            return "an operation" if found is None else found.name.removeprefix("aten::")
         if kind == ring.LAND and words[at + 3] in self.sources:
             return f"a copy from {self.sources[words[at + 3]][0].peer}"
         if kind == ring.SEND:
@@ -371,7 +372,7 @@ class Runner:
         results = result if type(result) in (list, tuple) else (result,)
         expected = signature.expected
         if expected is None or len(results) != len(expected):
-            raise RuntimeError(f"{signature.func} gave {len(results)} results, and another number before")
+            raise RuntimeError(f"{signature.name} gave {len(results)} results, and another number before")
         for each, told in zip(results, expected):
             if told is not None:
                 wanted, offset, named = told
@@ -606,7 +607,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def _changed(signature: Signature, found: torch.Tensor, wanted: Geometry | None) -> RuntimeError:
     return RuntimeError(
-        f"{signature.func} gave {geometry(found)}, and {wanted} before, for operands of the same shapes: sizes of its results "
+        f"{signature.name} gave {geometry(found)}, and {wanted} before, for operands of the same shapes: sizes of its results "
         "depend on values"
     )
 

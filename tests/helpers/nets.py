@@ -48,8 +48,8 @@ class Language(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids):
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))[:, -1]

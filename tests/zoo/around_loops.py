@@ -311,7 +311,7 @@ LOOPS: dict[str, dict[str, Any]] = {
         "places": {"2": "worker1", "3": "worker2"},
     },
     **{f"around: {name}": {"run": without_grad(make), **AT} for name, make in WITHIN.items()},
-    "around: FakeTensorMode": {"run": on_fakes, **AT},
+    "around: FakeTensorMode": {"run": on_fakes, "refused": "has its own dispatch", **AT},
     **{f"torch.func: {run.__name__}": {"run": functional(run), **AT} for run in TRANSFORMS},
     **{f"torch.func: {run.__name__}": {"run": functional(run), **AT} for run in OF_PARAMETERS},
     "autograd.functional.jacobian": {"run": functional(old_jacobian), **AT},

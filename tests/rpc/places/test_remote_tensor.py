@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import conftest
 import pytest
 import torch
+from lasting import lasting
 from operators import Group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,10 +34,10 @@ def group() -> Iterator[Group]:
     """A caller and two workers, for all tests of this file that break nothing."""
     made = Group()
     pids = {process.pid for process in made.processes}
-    conftest.lasting |= pids
+    lasting.update(pids)
     yield made
     made.close()
-    conftest.lasting -= pids
+    lasting.difference_update(pids)
 
 
 @pytest.fixture
