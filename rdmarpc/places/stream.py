@@ -2,7 +2,8 @@
 
 Nothing waits but questions, which a lock keeps in the order of the posts. What a question is about has been run when
 its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is
-freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
+freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along; a negative
+one is RESET up to that position.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _REGION_BYTES = 8 << 20
 _WORD = struct.Struct("<q")
 names = itertools.count(1)
 """Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
+_LOCK_S = 0.2
 _numbers = itertools.count(1)
 """Of regions, for all streams: a worker knows regions of several others by their numbers."""
 
@@ -257,6 +259,9 @@ class Stream:
         with contextlib.suppress(IndexError):
             while len(names) < 4096:
                 name, place = self.dead.popleft()
+                if name < 0:
+                    words = [2 << 8 | ring.RESET, -name, *words]
+                    continue
                 names.append(name)
                 if place is not None:
                     places.append(place)
@@ -318,14 +323,17 @@ class Stream:
 
     def _asked(self, words: list[int], at: int) -> tuple[str, Any]:
         with self.lock:
+            if self._waits:  # an exception has interrupted the wait: its answer would be overwritten while it is read
+                self._answer(self._questions)
             self._questions += 1
             self._counts["questions"] += 1
             words[at] = number = self._questions
             self.post(words)
+            self._waits = True
             return self._answer(number)
 
     def _answer(self, number: int) -> tuple[str, Any]:
-        begin, self._waits = time.monotonic_ns() if observing.line is not None else 0, True
+        begin = time.monotonic_ns() if observing.line is not None else 0
         while True:
             self._await_answer()
             answered = _WORD.unpack_from(self._reply, 0)[0]
@@ -333,7 +341,7 @@ class Stream:
                 self.closed, _ = load_error(self._replied()[1])
                 raise self.closed
             if answered == number:
-                break  # an earlier one is that of a question whose wait was interrupted
+                break
         self._waits = False
         if observing.line is not None and begin:
             about = {"question": number}
@@ -361,18 +369,25 @@ class Stream:
     def _reset_all(self, error: BaseException, position: int) -> BaseException:
         """An error came late: find the first one of all streams, after which all go on."""
         found = [(self, error, position)]
-        for stream in streams():
-            if stream is not self:
+        # A thread that holds another stream's lock may be here, too, and want ours.
+        locked = [each for each in streams() if each is self or each.lock.acquire(timeout=_LOCK_S)]
+        try:
+            for stream in locked:
+                if stream is not self:
+                    with contextlib.suppress(RdmaError):
+                        kind, value = stream._asked([ring.CHECK, 0], 1)
+                        if kind == "late":
+                            found.append((stream, *load_error(value)))
+            for stream in streams():
                 with contextlib.suppress(RdmaError):
-                    kind, value = stream._asked([ring.CHECK, 0], 1)
-                    if kind == "late":
-                        found.append((stream, *load_error(value)))
+                    written = stream._ring.written + 1
+                    stream.post([ring.RESET, written]) if stream in locked else stream.dead.append((-written, None))
+        finally:
+            for stream in locked:
+                stream.lock.release() if stream is not self else None
         where, error, position = next((each for each in found if not isinstance(each[1], Derived)), found[0])
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
-        for stream in streams():
-            with contextlib.suppress(RdmaError):
-                stream.post([ring.RESET])
         return error
 
     def synchronize(self) -> None:

@@ -14,7 +14,7 @@ LAND        new name, meta, region, offset, shift: what has been written there
 SEND        name, at, meta, region, offset, shift: write it there and tell whose region that is
 FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
 CHECK       question: answered when all before it has been run
-RESET       the caller knows of the error: go on
+RESET       position: the caller knows of errors before it, go on
 FORGET      all signatures
 STATE       length, text: flags of torch under which operations run
 LAST        the stream ends
@@ -67,10 +67,10 @@ ENDED = -1
 class Void:
     """In the place of a tensor that was not computed."""
 
-    __slots__ = ("error",)
+    __slots__ = ("error", "position")
 
-    def __init__(self, error: bytes) -> None:
-        self.error = error
+    def __init__(self, error: bytes, position: int) -> None:
+        self.error, self.position = error, position
 
 
 class Signature:
@@ -309,12 +309,15 @@ class Runner:
             result = self._call(found, words, at + 2)
             self._name(found, words[at + 1], result)
         except _Voided as error:
-            self.void = error.void
+            self.void = Void(error.void.error, self._position)
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self.void = Void(dump_error(error, self._position))
+        self.void = self._void(error)
+
+    def _void(self, error: BaseException) -> Void:
+        return Void(dump_error(error, self._position), self._position)
 
     def _call(self, signature: Signature, words: list[int], at: int) -> Any:
         self.operations += 1
@@ -360,11 +363,7 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(
-                found
-                or self.void
-                or Void(dump_error(RdmaError("this tensor was not computed: an error came before"), self._position))
-            )
+            raise _Voided(found or self.void or self._void(RdmaError("this tensor was not computed: an error came before")))
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:
@@ -477,7 +476,8 @@ class Runner:
         self._answer(words[at], ("ok", None) if self.void is None else ("late", self.void.error))
 
     def _reset(self, words: list[int], at: int) -> None:
-        self.void = None
+        if self.void is not None and self.void.position < words[at]:
+            self.void = None
 
     def _forget(self, words: list[int], at: int) -> None:
         self.signatures.clear()
@@ -507,7 +507,7 @@ class Runner:
             self._await(region)
             if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
                 source = self.sources[region][0].peer
-                self.void = self.void or Void(dump_error(Derived(f"worker {source} has not computed it"), self._position))
+                self.void = self.void or self._void(Derived(f"worker {source} has not computed it"))
             offset += HEAD_BYTES
         if self.void is not None:
             self.values[name] = self.void

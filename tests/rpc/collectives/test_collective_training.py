@@ -203,7 +203,8 @@ def _ended_by_force(meeting: Meeting, turn: int) -> None:
     if call is not None:
         for thread in waits:
             thread.join(20)
-        assert "aborted" in caught(call.wait)[2] and caught(message.wait)[0]
+        ended = caught(call.wait)  # another rank's abort may be seen before our own
+        assert ("aborted" in ended[2] or ended[0] == "PeerLost") and caught(message.wait)[0], ended
     dist.destroy_process_group()
 
 

@@ -91,6 +91,40 @@ def test_an_error_comes_late_and_names_its_line(group):
     group.run(late)
 
 
+def late_at_once() -> None:
+    """Two threads find an error at the same time, each with its own stream locked as a copy may have it."""
+    table, bad, both = torch.randn(5, 3), torch.tensor([1, 2, 30]), threading.Barrier(2)
+    found: list[BaseException] = []
+
+    def asks(worker: str) -> None:
+        place = rpc.device(worker)
+        there, index = table.to(place), bad.to(place)
+        embedded(there, bad.clamp(max=4).to(place))  # the form is known: a wrong one is not asked for
+        for _ in range(3):
+            both.wait(20)
+            with there._handle.stream.lock:
+                wrong = embedded(there, index)
+                both.wait(20)
+                try:
+                    wrong.sum().item()
+                except (IndexError, rpc.RdmaError) as error:
+                    found.append(error)
+            both.wait(20)
+            assert torch.equal(home(there + 1), table + 1)
+
+    threads = [threading.Thread(target=asks, args=(worker,)) for worker in ("worker1", "worker2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(found) == 6 and any(type(each) is IndexError for each in found)
+
+
+def test_two_threads_find_an_error_at_once(group):
+    group.run(late_at_once)
+
+
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
