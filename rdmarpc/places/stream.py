@@ -28,7 +28,7 @@ import torch
 from ..calls import agent as _agent
 from ..ground import forked, here
 from ..ground.worker_info import WorkerInfo
-from ..transport import RdmaError, RemoteRegion, TransferTimeout
+from ..transport import RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, encode, load_error, loads
@@ -226,6 +226,8 @@ class Stream:
         self._counts["moves"] += 1
 
     def _manage(self, function: Any, *args: Any) -> Any:
+        if self.closed is not None:
+            self._refuse()
         return self.agent.call(self.info, function, (self.key, *args), {}, self.timeout, control=True)
 
     def explain(self) -> str:
@@ -251,7 +253,7 @@ class Stream:
     def _refuse(self) -> None:
         error = self.closed
         assert error is not None
-        raise type(error)(*error.args) if not isinstance(error, RdmaError) else error
+        raise fresh(error) if isinstance(error, RdmaError) else type(error)(*error.args)
 
     def _take_dead(self, words: list[int]) -> None:
         """Post the message and the names that have died."""
@@ -339,7 +341,7 @@ class Stream:
             answered = _WORD.unpack_from(self._reply, 0)[0]
             if answered == ENDED:
                 self.closed, _ = load_error(self._replied()[1])
-                raise self.closed
+                self._refuse()
             if answered == number:
                 break
         self._waits = False
@@ -450,6 +452,8 @@ class Stream:
 
     def fetch(self, name: int, at: int, meta: Meta) -> torch.Tensor:
         """A copy of a tensor's bytes, here: with its strides."""
+        if self.closed is not None:
+            self._refuse()
         shape = meta.geometry
         used = shape.span * shape.dtype.itemsize
         self._counts["bytes_out"] += used
@@ -468,17 +472,19 @@ class Stream:
             each.fetched(self, name, at, meta, found)
         return dressed(found, shape)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """The stream ends when all that was posted has been run. Idempotent."""
+    def close(self) -> None:
+        """The stream ends when all that was posted has been run. Tensors that are kept, also by the rest of a backward that
+        failed, keep nothing by which the worker was reached."""
         with self.lock:
             if self.closed is None:
                 with contextlib.suppress(RdmaError):
                     self.post([ring.LAST])
-                self._regions.clear()  # tensors that are kept keep none of the memory over which the worker was reached
-                del self._ring, self._answers, self._reply, self._reply_memory, self._done_memory
-                self.closed = error or RuntimeError(
-                    f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
-                )
+            for region in [each for regions in self._regions.values() for each in regions]:
+                region.landing = None
+            self._regions.clear()
+            del self._ring, self._answers, self._reply, self._reply_memory, self._done_memory, self.agent, self.channel
+            gone = f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
+            self.closed = self.closed or RuntimeError(gone)
 
 
 def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta, shift: int) -> Storage:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from group import die, dismiss, results, run_group, until_dismissed
 from timing import eventually
+from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -79,6 +80,15 @@ def test_each_who_hears_of_a_loss_during_shutdown_gets_an_error_of_its_own():
     assert results(run_group(told_twice, 2)) == [4, 4]
 
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
 def total(reference):
     return float(reference.to_here().sum())
 
@@ -96,12 +106,19 @@ def one_life(meeting, life, how):
         with rpc.autograd.context() as context:
             weight = torch.ones(4, requires_grad=True)
             rpc.autograd.backward(context, [rpc.rpc_sync("worker1", torch.mul, (weight, 2)).sum()])
+        model = rpc.wrap(Net(), {"first": "worker1", "second": "worker2"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
         if how == "lost":
             rpc.rpc_async("worker2", die)
             with pytest.raises(rpc.PeerLost):
                 for _ in range(1000):
-                    rpc.rpc_sync("worker2", torch.add, (tensor, 1))
-        del context
+                    model(torch.ones(4, 8)).sum().backward()
+        model.close()
+        del model, optimizer, context
     if how == "lost":
         with pytest.raises(rpc.PeerLost):
             rpc.shutdown(timeout=60)
@@ -121,7 +138,7 @@ def full_lives(meeting):
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_nothing_stays_of_references_and_lost_peers(device):
+def test_nothing_stays_of_models_references_and_lost_peers(device):
     outcomes = run_group(full_lives, 3, transport=device, dynamic=True, timeout=110)
     for outcome in outcomes[:2]:
         assert not outcome.error, outcome.text
