@@ -64,6 +64,8 @@ REFUSED = {
 """Operators that are refused, and why."""
 
 
+_IDENTITY = ("_native_multi_head_attention",)
+"""Operators that compute otherwise where operands are one object."""
 _NUMBERS = ("number", "float", "Tensor", "List[number]", "List[float]")
 
 
@@ -79,6 +81,7 @@ class Operator:
         "foreach",
         "func",
         "geometry",
+        "identity",
         "in_python",
         "kept",
         "mutable",
@@ -140,9 +143,11 @@ class Operator:
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
-        special = self.read_here or self.refused or self.in_python or self.composite
+        self.identity = bare in _IDENTITY
+        placing = any(argument.name == "device" for argument in arguments)
+        special = placing or self.identity or self.read_here or self.refused or self.in_python or self.composite
         special = special or self.view or self.geometry or self.foreach or self.random
-        self.plain = not special and func is not aten._to_copy.default
+        self.plain = not special
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)
 
@@ -179,12 +184,13 @@ def _same_alias(argument: Any, result: Any) -> bool:
     return info is not None and info.is_write and info.before_set == argument.alias_info.before_set
 
 
-known_operators: dict[OpOverload, Operator] = {}
+known_operators: dict[int, Operator] = {}
+"""By ``id`` of the function, which an ``Operator`` keeps: functions have a hash in Python."""
 
 
 def operator(func: OpOverload) -> Operator:
     """The rules of ``func``."""
-    found = known_operators.get(func)
+    found = known_operators.get(id(func))
     if found is None:
-        found = known_operators[func] = Operator(func)
+        found = known_operators[id(func)] = Operator(func)
     return found

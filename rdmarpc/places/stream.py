@@ -46,15 +46,15 @@ _WORD = struct.Struct("<q")
 names = itertools.count(1)
 """Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
 _LOCK_S = 0.2
+_FEW, _SMALL = 16, 1 << 14
+"""So many dead tensors of so many bytes wait for each other before the worker is told."""
 _numbers = itertools.count(1)
 """Of regions, for all streams: a worker knows regions of several others by their numbers."""
 
 
 def _is_torchs(code: CodeType) -> bool:
     """Whether code is torch's, or ours: not the program's."""
-    found = _torchs.get(id(code))
-    if found is None:
-        found = _torchs[id(code)] = code.co_filename.startswith((_TORCH, _OURS))
+    found = _torchs[id(code)] = code.co_filename.startswith((_TORCH, _OURS))
     return found
 
 
@@ -122,7 +122,10 @@ class Storage:
         return self._mirror
 
     def __del__(self) -> None:
-        self.stream.dead.append((self.name, self.place))
+        stream = self.stream
+        stream.dead.append((self.name, self.place))
+        if self.nbytes > _SMALL or self.place is not None:
+            stream.urgent = True
 
 
 class Region:
@@ -189,8 +192,11 @@ class Stream:
         self.lock = threading.RLock()
         self.dead: deque[tuple[int, tuple[Region, int, int] | None]] = deque()
         self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
-        """Forms of calls, by the grad mode, which some kernels ask for."""
+        """Forms of calls, by the grad mode, which some kernels ask for: those under the autocast of ``state``."""
+        self._known: dict[Any, Any] = {None: self.known}
         self.numbers = itertools.count(1)
+        self.urgent = False
+        """Whether the next post takes ``dead`` along however few they are."""
         self.closed: BaseException | None = None
         self.operations = 0
         self._counts = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
@@ -241,14 +247,18 @@ class Stream:
 
     def post(self, words: list[int]) -> None:
         """Post one message, whose first word is its kind."""
-        words[0] |= len(words) << 8
         with self.lock:
-            if self.closed is not None:
-                self._refuse()
-            if self.dead:
-                self._take_dead(words)
-            else:
-                self._ring.write(words)
+            self.put(words)
+
+    def put(self, words: list[int]) -> None:
+        """As ``post``, with the lock held."""
+        words[0] |= len(words) << 8
+        if self.closed is not None:
+            self._refuse()
+        if self.urgent or len(self.dead) >= _FEW:
+            self._take_dead(words)
+        else:
+            self._ring.write(words)
 
     def _refuse(self) -> None:
         error = self.closed
@@ -257,6 +267,7 @@ class Stream:
 
     def _take_dead(self, words: list[int]) -> None:
         """Post the message and the names that have died."""
+        self.urgent = False
         names, places = [ring.FREE], []
         with contextlib.suppress(IndexError):
             while len(names) < 4096:
@@ -268,17 +279,21 @@ class Stream:
                 if place is not None:
                     places.append(place)
         names[0] |= len(names) << 8
-        self._ring.write(words + names)
+        self._ring.write(words + names if len(names) > 1 else words)
         position = self._ring.written
         for region, offset, nbytes in places:
             region.free(position, offset, nbytes)
 
     def note(self, name: str) -> None:
         """Note the line of the program, some frames up, that is about to post operator ``name``."""
-        frame: FrameType = sys._getframe(1)
-        while (above := frame.f_back) is not None and _is_torchs(frame.f_code):
-            frame = above
-        self._lines.append((self._ring.written, name, frame.f_code, frame.f_lasti))
+        frame: FrameType = sys._getframe(3)
+        code, torchs = frame.f_code, _torchs
+        while (above := frame.f_back) is not None:
+            found = torchs.get(id(code))
+            if not (_is_torchs(code) if found is None else found):
+                break
+            frame, code = above, above.f_code
+        self._lines.append((self._ring.written, name, code, frame.f_lasti))
 
     def _line(self, position: int) -> str:
         """Who posted what failed at this position."""
@@ -291,7 +306,9 @@ class Stream:
     def tell_state(self, state: tuple[Any, ...]) -> None:
         if self.state and self.state[-1] is not state[-1]:  # the default dtype: results have other ones
             self.forget_forms()
-        self.post([ring.STATE, *ring.as_words(dump((*state[:-1], encode(state[-1]))))])
+        *plain, autocast, dtype = state
+        self.post([ring.STATE, *ring.as_words(dump((*plain, autocast and encode(autocast), encode(dtype))))])
+        self.known = self._known.setdefault(autocast, {False: {}, True: {}})
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
@@ -301,13 +318,14 @@ class Stream:
         return meta.number
 
     def known_forms(self) -> int:
-        return sum(map(len, self.known.values()))
+        return sum(len(forms) for known in self._known.values() for forms in known.values())
 
     def forget_forms(self) -> None:
         """Forget the forms of calls, here and at the worker."""
         self.post([ring.FORGET])
-        for forms in self.known.values():
-            forms.clear()
+        for known in self._known.values():
+            for forms in known.values():
+                forms.clear()
 
     def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)
@@ -383,7 +401,7 @@ class Stream:
             for stream in streams():
                 with contextlib.suppress(RdmaError):
                     written = stream._ring.written + 1
-                    stream.post([ring.RESET, written]) if stream in locked else stream.dead.append((-written, None))
+                    stream.post([ring.RESET, written]) if stream in locked else stream.due(written)
         finally:
             for stream in locked:
                 stream.lock.release() if stream is not self else None
@@ -391,6 +409,11 @@ class Stream:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
         return error
+
+    def due(self, position: int) -> None:
+        """RESET up to that position is to be posted before anything else, by whoever has the lock."""
+        self.dead.append((-position, None))
+        self.urgent = True
 
     def synchronize(self) -> None:
         """Return when all that was posted has been run. Raises what went wrong meanwhile."""

@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
-from . import observing, ring
+from . import autocast, observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, known_operators, operator
@@ -64,7 +64,7 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        op = known_operators.get(func) or operator(func)
+        op = known_operators.get(id(func)) or operator(func)
         return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
 
     @property
@@ -448,9 +448,7 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op.refused is not None:
         raise NotSupported(f"{op.name}: {op.refused}")
     if op.composite:
-        found = op.func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
+        return _composite(op, args, kwargs)
     if op.in_python:
         return op.func.redispatch(_KERNELS, *args, **kwargs)
     if op.view and args[0]._meta.strided:
@@ -461,12 +459,22 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _foreach(op, args, kwargs)
     if op.random and op.draws(args):
         return _draw(op, args, kwargs)
-    if op.func is aten._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type != "cpu":
-        return _to(args[0], kwargs["device"], kwargs)
-    found = post_here(op, args, kwargs)
+    device = kwargs.get("device")
+    if device is not None and device.type != "cpu":
+        return _to(args[0], device, kwargs) if op.func is aten._to_copy.default else _made_at(device, op, args, kwargs)
+    found = post_here(op, args, kwargs) if not op.identity else _mixed(op, args, kwargs, _tensors((args, kwargs)))
     if op.read_here is None:
         return found
     return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
+
+
+def _composite(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run what an operator is made of, with views of parameters that say that they require grad: matmul asks them. Not by
+    ``OpOverload.decompose``, which prefers Python's decompositions: their matmul is another."""
+    key = torch._C.DispatchKey
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(key.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
+        return op.func._op_dk(key.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -494,8 +502,12 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
     _remember(place)
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    copies: dict[int, torch.Tensor] = {}
+
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        found = at_place(tensor, place)
+        found = copies.get(id(tensor))
+        if found is None:
+            found = copies[id(tensor)] = at_place(tensor, place)
         if found is not tensor and any(tensor is each for each in written):
             found = found.clone()
             back.append((tensor, found))
@@ -511,7 +523,9 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
 
 def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = op.func(*args, **kwargs)
+    dtype = autocast.inside.dtype
+    with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False):
+        out = op.func(*args, **kwargs)
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out
@@ -538,7 +552,7 @@ def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dic
 
 def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator where its tensors lie. Those that do not lie at one place are moved first (``_mixed``)."""
-    form: list[Any] = [op.func]
+    form: list[Any] = [op]
     words: list[int] = [0, 0, 0]
     place: Stream | None = None
     for value, number in zip(args, op.numbers):
@@ -563,10 +577,13 @@ def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator whose tensors all lie at ``place``, if it has any."""
-    form: list[Any] = [op.func]
+    form: list[Any] = [op]
     words: list[int] = [0, 0, 0]
-    for value, number in zip(args, op.numbers):
-        _scan(value, form, words, number, place)
+    for index, (value, number) in enumerate(zip(args, op.numbers)):
+        if op.identity and (first := _first(args, index)) != index:
+            form.append(first)
+        else:
+            _scan(value, form, words, number, place)
     for name, value in kwargs.items():
         form.append(name)
         _scan(value, form, words, name in op.named_numbers, place)
@@ -588,11 +605,11 @@ def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: 
             words[0], words[1] = ring.OPERATION, known.number
             kind = known.kind
             if kind == _WRITTEN:
-                place.post(words)
+                place.put(words)
                 out = None
             else:
                 words[2] = base = next(names) << 20
-                place.post(words)
+                place.put(words)
                 if kind == _ONE:
                     nbytes, meta, offset = known.result
                     out = wrapper(Storage(place, base, nbytes), meta, offset, -1)
@@ -644,6 +661,12 @@ def _scan(value: Any, form: list[Any], words: list[int], number: bool, place: An
     return place
 
 
+def _first(args: tuple[Any, ...], index: int) -> int:
+    """Where the tensor ``args[index]`` is for the first time."""
+    value = args[index]
+    return next(i for i, each in enumerate(args) if each is value) if isinstance(value, torch.Tensor) else index
+
+
 def _takes(value: Any, place: Stream, number: bool) -> Any:
     """As the worker is told an argument of a form."""
     kind = type(value)
@@ -664,6 +687,9 @@ def _ask(
     """A form that is new, or whose results depend on values: the worker says what came out."""
     if known is None:
         takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
+        if op.identity:
+            firsts = [_first(args, index) for index in range(len(args))]
+            takes = [each if first == index else ("s", first) for index, (each, first) in enumerate(zip(takes, firsts))]
         keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
         known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
     base = next(names) << 20
@@ -743,12 +769,15 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not op.kept or kwargs:
         known = _new_view(op, args, kwargs)
     else:
-        form = (op.func, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
+        form = (op, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
         known = _views.get(form)
         if known is None:
             if len(_views) >= _FORMS:
                 _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):  # as what it is a view of
+            return [_over(base, *each) for each in known] if type(known) is list else _over(base, *known)
     if type(known) is list:
         return [_over(base, *each) for each in known]
     return _over(base, *known)
@@ -869,6 +898,14 @@ def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> A
     return moved
 
 
+def _made_at(device: torch.device, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is made like a tensor, on another device."""
+    if device.type == DEVICE:
+        return at_place(run(op, args, {**kwargs, "device": _CPU}), place_named(device))
+    like = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
+    return op.func(*like, **kwargs)
+
+
 def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor at a worker."""
     op = operator(aten.empty_strided.default)
@@ -886,4 +923,5 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 # ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
 # two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
+autocast.watch(RemoteTensor)
 torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]

@@ -41,6 +41,7 @@ import torch
 from ..calls.agent import Agent
 from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
+from .autocast import inside
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
 from .gpus import at_device
 from .plain import decode, dump_error, encode, load
@@ -333,6 +334,8 @@ class Runner:
             elif kind == "f":
                 arguments.append(_FLOAT.unpack(_WORD.pack(words[at]))[0])
                 at += 1
+            elif kind == "s":
+                arguments.append(arguments[value])
             else:
                 found, at = self._argument(kind, value, words, at)
                 arguments.append(found)
@@ -397,7 +400,10 @@ class Runner:
             found = self.signatures[words[at + 1]]
             operands = self._operands(found, words, at + 3)
             before = [geometry(tensor) for _, tensor in operands]
-            result = self._call(found, words, at + 3)
+            # Kernels of sparse tensors change their parts in place, as nobody may who looks for views and versions.
+            strided = all(tensor.layout is torch.strided for _, tensor in operands)
+            with contextlib.nullcontext() if strided else torch._C._AutoDispatchBelowADInplaceOrView():
+                result = self._call(found, words, at + 3)
             _same_sizes(operands, before)
             self._answer(question, ("ok", self._describe(found, words[at + 2], result, operands)))
         except _Voided as error:
@@ -422,7 +428,7 @@ class Runner:
                 for each in value:
                     at = walk(each, at)
                 return at
-            return at if kind == "c" else at + 1
+            return at if kind in ("c", "s") else at + 1
 
         for argument in (*signature.takes, *(each for _, each in signature.keywords)):
             at = walk(argument, at)
@@ -448,7 +454,7 @@ class Runner:
                 own = next((key for key, tensor in known if tensor.untyped_storage()._cdata == storage._cdata), name)
                 offset, nbytes = int(each.storage_offset()), storage.nbytes()
             else:
-                each = each.clone()  # it may hold on to operands' memory, which the caller would give to others
+                each = _apart(each)
             if own == name:
                 self.values[name] = each
                 known.append((name, each))
@@ -483,7 +489,7 @@ class Runner:
         self.signatures.clear()
 
     def _state(self, words: list[int], at: int) -> None:
-        set_flags(load(words, at))
+        set_flags(load(words, at), self.device.type)
 
     # -- tensors that come and go
 
@@ -597,6 +603,18 @@ class _Voided(Exception):
         super().__init__("an operand was not computed")
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is not strided, without the operands' memory that it may hold on to: the caller would give it to others.
+    A sparse one's parts keep their strides, by which sums are chosen."""
+    if tensor.layout is not torch.sparse_coo:
+        return tensor.clone()
+    parts = []
+    for part in (tensor._indices(), tensor._values()):
+        shape = geometry(part)
+        parts.append(part.as_strided((shape.span,), (1,)).clone().as_strided(shape.shape, shape.strides))
+    return torch.ops.aten._sparse_coo_tensor_unsafe(*parts, tensor.shape, is_coalesced=tensor.is_coalesced())
+
+
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes from the first to the last element of a bare tensor."""
     if not tensor.numel():
@@ -679,12 +697,16 @@ def write_strided(
 
 def flags() -> tuple[Any, ...]:
     """Flags of torch, and of this thread, that change what operators compute."""
-    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), _TINY * _ONE == 0.0, _dtype())
+    tiny = _TINY * _ONE == 0.0
+    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), tiny, inside.dtype, _dtype())
 
 
-def set_flags(told: tuple[Any, ...]) -> None:
-    """Set them, in the thread that runs operations."""
-    deterministic, warns, mkldnn, precision, threads, flushes, dtype = told
+def set_flags(told: tuple[Any, ...], device: str) -> None:
+    """Set them, in the thread that runs operations, whose device is of this type."""
+    deterministic, warns, mkldnn, precision, threads, flushes, autocast, dtype = told
+    torch.set_autocast_enabled(device, autocast is not None)
+    if autocast is not None:
+        torch.set_autocast_dtype(device, decode(autocast))
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch.set_float32_matmul_precision(precision)

@@ -358,6 +358,8 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     tensor.__class__, made.__class__ = made.__class__, tensor.__class__
     tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     if gradient is not None:
+        if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
+            tensor.grad_dtype = None
         tensor.grad = at_place(gradient, place_of(found))
     if hooks is not None:
         tensor._backward_hooks = hooks

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TARGET = "remote"
 
-REGRESSIONS = (65, 68, 76, 109, 113, 124, 156, 169, 190)
-"""Seeds that some target failed, besides the first ones: hooks of before placing, ``p.data = plain``, copies that kept
-gradients, conjugates, sparse gradients, packed sequences, stale places."""
+REGRESSIONS = (65, 68, 76, 109, 156, 169, 190, 321, 496, 1037, 1329, 1871, 1980, 2143, 2584, 5172)
+"""Seeds that failed, besides the first ones: hooks of before placing, ``p.data = plain``, copies that kept gradients,
+conjugates, sparse gradients, packed sequences, stale places, autocast in kernels, operands that are one object, views and
+composites in inference mode."""
 
 REFUSED = {"lazy_module", "strange_kinds", "pointers", "arrays", "forward_mode", "user_subclasses"}
 """Chosen programs of which a part may be refused by name."""
@@ -40,14 +41,14 @@ def chosen(*variants: int) -> dict[str, callers.Job]:
     return {f"{name}/{variant}": ("probe", name, variant) for name in probes.NAMES for variant in variants}
 
 
-KNOWN = {31: "momentum of a packed GRU in bfloat16 has other last bits: open"}
+KNOWN = {31: "torch's fused SGD reads momentum in bfloat16 that nobody has written: it differs from itself"}
 """Seeds that differ. The chosen programs run by ``python -m tests.programs --probes``: some of them differ, too."""
 ALLOWED = {"23", "26", "43"}
 """Seeds whose views have another node, or that keep a view of what moves, which is refused by name."""
 
 
 def test_drawn_programs():
-    found = failures(TARGET, drawn(*(seed for seed in range(60) if seed not in KNOWN)), ALLOWED)
+    found = failures(TARGET, drawn(*(seed for seed in (*range(60), *REGRESSIONS) if seed not in KNOWN)), ALLOWED)
     assert not [text for text in found if ": metadata: " not in text]
 
 
