@@ -272,3 +272,10 @@ def test_benchmark_measures_autograd_of_both_layers(tmp_path: Path) -> None:
 def test_benchmark_refuses_what_makes_no_sense(overrides: list[str], says: str) -> None:
     with initialize_config_dir(bench.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):
         bench.checked(compose("bench", overrides))
+
+
+def test_steps_beside_one_process() -> None:
+    done = programs.run("-m", "experiments.steps", "--only", "layers", "--rounds", "1", timeout=200.0)
+    assert done.returncode == 0, done.stdout
+    rows = re.findall(r"^(.+?) +\d+ us +[\d.]+x \([\d.]+\) +[\d.]+x \([\d.]+\) +[\d.]+$", done.stdout, re.MULTILINE)
+    assert len(rows) == 4 and all("layers" in row for row in rows), done.stdout
