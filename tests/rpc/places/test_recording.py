@@ -20,7 +20,7 @@ import rdmarpc as rpc
 from rdmarpc import timeline, transfers
 from rdmarpc.graph.fragments.cut import fragments, repeats
 from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Move, Operation
-from rdmarpc.places import device, observing, recording, wrap
+from rdmarpc.places import device, observing, recording, streams, wrap
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +302,13 @@ def lines(folder: str) -> bool:
     model = wrap(Chain(), PLACES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, optimizer, 5)
+    for stream in streams():  # what was posted has been run before a timeline begins, and before it ends
+        stream.synchronize()
     rpc.rpc_sync("worker1", _timed, args=(f"{folder}/worker1.json",))
     with timeline.record(f"{folder}/worker0.json"):
         trained(model, optimizer, 5)
+    for stream in streams():
+        stream.synchronize()
     rpc.rpc_sync("worker1", _timed_end)
     return observing.line is None
 
