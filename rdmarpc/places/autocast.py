@@ -19,15 +19,11 @@ class _Inside(threading.local):
 
 inside = _Inside()
 """``dtype``: what autocast converts to within the kernel that this thread runs or posts."""
-_library: torch.library.Library | None = None
+_library = torch.library.Library("aten", "IMPL")
 
 
 def watch(remote: type[torch.Tensor]) -> None:
-    """Have this module know when such kernels run under autocast on tensors of this class."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("aten", "IMPL")
+    """Have this module know when such kernels run under autocast on tensors of this class. Call it once."""
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
 
     def run(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:

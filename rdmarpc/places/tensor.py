@@ -777,10 +777,12 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             known = _views[form] = _new_view(op, args, kwargs)
     if torch.is_inference_mode_enabled() and not base.is_inference():
         with torch.inference_mode(False):  # as what it is a view of
-            return [_over(base, *each) for each in known] if type(known) is list else _over(base, *known)
-    if type(known) is list:
-        return [_over(base, *each) for each in known]
-    return _over(base, *known)
+            return _viewed(base, known)
+    return _viewed(base, known)
+
+
+def _viewed(base: RemoteTensor, known: Any) -> Any:
+    return [_over(base, *each) for each in known] if type(known) is list else _over(base, *known)
 
 
 def _over(base: RemoteTensor, meta: Meta, ahead: int) -> RemoteTensor:
@@ -921,7 +923,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _data.__set__(tensor, value)
 
 
+autocast.watch(RemoteTensor)
 # ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
 # two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
-autocast.watch(RemoteTensor)
 torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]

@@ -12,8 +12,8 @@ import rdmarpc as rpc
 
 
 def train(kind: type[torch.optim.Optimizer] = torch.optim.Adam, on: str = "cpu", steps: int = 4) -> int:
-    """Steps on the device ``on`` of all three; equal to the bit. Returns how many bytes the devices of all
-    workers have written."""
+    """Steps on the device ``on`` of all three; equal to the bit. Returns how many bytes the devices of all workers have
+    written."""
     torch.manual_seed(1)
     first = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.BatchNorm1d(300))
     net = nn.Sequential(first, nn.Sequential(nn.Linear(300, 300), nn.Tanh()), nn.Linear(300, 4))
