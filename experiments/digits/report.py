@@ -87,13 +87,14 @@ def training_table(result: dict[str, Any]) -> Table:
 
 def counted(counters: dict[str, int]) -> str:
     """What a step did on average, from the counters of all ``counters["steps"]``."""
-    direct, staged, posts, registrations, messages = (
+    given, taken, staged, operations, registrations, messages = (
         counters.get(name, 0) / max(counters["steps"], 1)
-        for name in ("bytes_direct", "bytes_staged", "posts", "registrations", "rpc_messages")
+        for name in ("bytes_in", "bytes_out", "bytes_staged", "operations", "registrations", "rpc_messages")
     )
     return (
-        f"{size_text(round(direct))} copied directly and {size_text(round(staged))} through staging buffers,"
-        f" in {posts:.3g} copies; {registrations:.3g} registrations of memory, {messages:.3g} RPC messages"
+        f"{operations:.3g} operations posted, {size_text(round(given))} written to workers and {size_text(round(taken))}"
+        f" fetched from them, {size_text(round(staged))} through staging buffers; {registrations:.3g} registrations of memory,"
+        f" {messages:.3g} RPC messages"
     )
 
 

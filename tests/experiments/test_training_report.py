@@ -9,9 +9,10 @@ from rdmarpc.experiments.harness.pictures import finding
 
 
 def test_a_step_in_plain_words() -> None:
-    counters = {"steps": 10, "bytes_direct": 1_340_300, "posts": 121, "rpc_messages": 5}
+    counters = {"steps": 10, "bytes_in": 1_340_300, "bytes_out": 655_000, "operations": 121, "rpc_messages": 5}
     assert counted(counters) == (
-        "134 KB copied directly and 0 B through staging buffers, in 12.1 copies; 0 registrations of memory, 0.5 RPC messages"
+        "12.1 operations posted, 134 KB written to workers and 65.5 KB fetched from them, 0 B through staging buffers;"
+        " 0 registrations of memory, 0.5 RPC messages"
     )
 
 
