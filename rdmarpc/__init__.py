@@ -38,6 +38,7 @@ _HOMES = {
     "places.balance": ("auto_placement",),
     "places.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "places.devices": ("device",),
+    "places.graphed": ("graphed",),
     "places.recording": ("recording",),
     "places.tensor": ("RemoteTensor",),
     "places.wrap": ("wrap",),
@@ -63,6 +64,7 @@ _LATE = (
     "places.balance",
     "places.checkpoint",
     "places.devices",
+    "places.graphed",
     "places.recording",
     "places.tensor",
     "places.wrap",
@@ -93,6 +95,7 @@ if TYPE_CHECKING:
     from .places.balance import auto_placement
     from .places.checkpoint import load_checkpoint, save_checkpoint
     from .places.devices import device
+    from .places.graphed import graphed
     from .places.recording import recording
     from .places.tensor import RemoteTensor
     from .places.wrap import wrap
@@ -144,6 +147,7 @@ __all__ = [
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
+    "graphed",
     "init_rpc",
     "install",
     "internal",

@@ -16,8 +16,8 @@ from torch.utils import backend_registration
 from ..calls import agent as _agent
 from ..transport import NotSupported
 from .names import DEVICE, named, place_named
-from .operators import aten
-from .tensor import at_place, make_empty
+from .operators import aten, operator
+from .tensor import at_place, make_empty, run_here
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -76,7 +76,7 @@ def _enter() -> None:
 
 def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, memory_format: Any = None, **rest: Any) -> Any:
     if (dtype is not None and dtype is not tensor.dtype) or memory_format not in (None, torch.preserve_format):
-        tensor = aten._to_copy.default(tensor, dtype=dtype, memory_format=memory_format)
+        tensor = run_here(operator(aten._to_copy.default), (tensor,), {"dtype": dtype, "memory_format": memory_format})
     return at_place(tensor, place_named(device))
 
 
@@ -90,7 +90,7 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
 
 
 def _brought(factory: Any, *args: Any, device: Any = None, pin_memory: Any = None, **rest: Any) -> Any:
-    return at_place(factory(*args, **rest), place_named(device))
+    return at_place(run_here(operator(factory), args, rest), place_named(device))
 
 
 def _made(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

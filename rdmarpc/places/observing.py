@@ -19,8 +19,8 @@ class Observer(Protocol):
     def brought(self, target: Any, tensor: torch.Tensor, made: Any, /) -> None:
         """A plain tensor was copied to a worker."""
 
-    def crossed(self, source: Any, at: int, meta: Any, made: Any, /) -> None:
-        """A tensor was copied from worker to worker."""
+    def crossed(self, source: Any, at: int, meta: Any, shift: int, made: Any, /) -> None:
+        """A tensor was copied from worker to worker, to ``shift`` bytes behind an aligned address."""
 
     def fetched(self, source: Any, name: int, at: int, meta: Any, found: torch.Tensor, /) -> None:
         """A tensor was copied here."""
@@ -39,3 +39,7 @@ class Line(Protocol):
 
 observers: tuple[Observer, ...] = ()
 line: Line | None = None
+capture = 0
+"""Which capture of a step is under way (``graphed``), or 0: it must see all copies that the step needs, so none from before."""
+copied: list[Any] = []
+"""Storages of which it has seen copies."""

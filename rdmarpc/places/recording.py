@@ -204,7 +204,7 @@ class Recorder:
         self._sizes[made.name] = made.nbytes
         self._moved(self._here, repr(target), operand, made.name, tensor.dtype.itemsize, maker)
 
-    def crossed(self, source: Storage, at: int, meta: Meta, made: Storage) -> None:
+    def crossed(self, source: Storage, at: int, meta: Meta, shift: int, made: Storage) -> None:
         """See ``Observer``."""
         self._sizes[source.name], self._sizes[made.name] = source.nbytes, made.nbytes
         self._moved(

@@ -28,7 +28,8 @@ from ..transport import Channel, RemoteRegion, TransferTimeout, Window, kernels
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
-OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST = range(14)
+OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_GRAPHS = range(17)
+PROGRAM, REPLAY, RENAME = _GRAPHS
 """Kinds of messages; ``worker.py`` says what each is made of."""
 WORD = 8
 _packers = [struct.Struct(f"<{count}q") for count in range(256)]

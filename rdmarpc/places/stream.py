@@ -169,6 +169,12 @@ class Region:
             free[index - 1] = free[index - 1][0], free[index - 1][1] + free.pop(index)[1]
 
 
+def state_words(state: tuple[Any, ...]) -> list[int]:
+    """The message that tells a worker the flags."""
+    *plain, autocast, dtype = state
+    return [ring.STATE, *ring.as_words(dump((*plain, autocast and encode(autocast), encode(dtype))))]
+
+
 class Known:
     """What an operator gives for operands of one form: its number at the worker, and how each result is made (``tensor.py``).
     ``kind``, and ``result`` of a single one, are for the most frequent cases."""
@@ -206,6 +212,8 @@ class Stream:
         self._regions: dict[Stream | None, list[Region]] = {}
         self.state: tuple[Any, ...] = ()
         """The flags under which the worker runs operations (``flags``)."""
+        self.forgotten = 0
+        """How often the forms of calls, and so their numbers, were forgotten."""
         self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)
         channel = self.channel = agent.channel(worker.name)
         self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
@@ -260,6 +268,15 @@ class Stream:
         else:
             self._ring.write(words)
 
+    def replay(self, program: int, base: int, given: list[int], freed: list[tuple[Region, int, int]], operations: int) -> None:
+        """Have a program run once more (``graphed.py``). ``freed``: places of what it frees."""
+        with self.lock:
+            self.operations += operations
+            self.note("a graphed step")
+            self.put([ring.REPLAY, program, base, *given])
+            for region, offset, nbytes in freed:
+                region.free(self._ring.written, offset, nbytes)
+
     def _refuse(self) -> None:
         error = self.closed
         assert error is not None
@@ -306,9 +323,8 @@ class Stream:
     def tell_state(self, state: tuple[Any, ...]) -> None:
         if self.state and self.state[-1] is not state[-1]:  # the default dtype: results have other ones
             self.forget_forms()
-        *plain, autocast, dtype = state
-        self.post([ring.STATE, *ring.as_words(dump((*plain, autocast and encode(autocast), encode(dtype))))])
-        self.known = self._known.setdefault(autocast, {False: {}, True: {}})
+        self.post(state_words(state))
+        self.known = self._known.setdefault(state[-2], {False: {}, True: {}})
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
@@ -322,6 +338,7 @@ class Stream:
 
     def forget_forms(self) -> None:
         """Forget the forms of calls, here and at the worker."""
+        self.forgotten += 1
         self.post([ring.FORGET])
         for known in self._known.values():
             for forms in known.values():
@@ -514,7 +531,7 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
     """Copy a tensor from one worker to another: one WRITE there, into a place that is chosen here."""
     shape = meta.geometry
     nbytes = room(shape, shift)[0] + HEAD_BYTES
-    with _crossing:
+    with crossing:
         with target.lock:
             number, name = target.tell_meta(meta), next(names) << 20
             region, offset = target.place(source, nbytes)
@@ -523,11 +540,11 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
     source.count_move()
     made = Storage(target, name, shape.span * shape.dtype.itemsize, (region, offset, nbytes))
     for each in observing.observers:
-        each.crossed(storage, at, meta, made)
+        each.crossed(storage, at, meta, shift, made)
     return made
 
 
-_crossing = threading.Lock()
+crossing = threading.Lock()
 """Held while a copy is posted to both its ends: they count copies, so both have to see them in one order."""
 
 

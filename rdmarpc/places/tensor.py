@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
@@ -310,19 +311,30 @@ def place_of(tensor: torch.Tensor) -> Stream | None:
 def at_place(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
     """The tensor at a place: itself, or a copy of its bytes (not of its graph)."""
     if type(tensor) is not RemoteTensor:
-        return tensor if place is None else _bring(tensor, place)
+        if place is None:
+            return tensor
+        with _unseen():
+            return _bring(tensor, place)
     handle = tensor._handle
     if handle.stream is place:
         return tensor
-    key = place, tensor._meta, tensor._offset
+    key = place, tensor._meta, tensor._offset, observing.capture
     copies = handle.copies
     found = None if copies is None else copies.get(key)
     if found is None:
-        found = _home(tensor) if place is None else _crossed(tensor, place)
+        with _unseen():
+            found = _home(tensor) if place is None else _crossed(tensor, place)
+        if observing.capture:
+            observing.copied.append(handle)
         if handle.copies is None:
             handle.copies = {}
         handle.copies[key] = found
     return found
+
+
+def _unseen() -> Any:
+    """What a copy computes here is no part of a step that is captured: the copy is."""
+    return _disable_current_modes() if observing.capture else contextlib.nullcontext()
 
 
 def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
@@ -509,26 +521,31 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         if found is None:
             found = copies[id(tensor)] = at_place(tensor, place)
         if found is not tensor and any(tensor is each for each in written):
-            found = found.clone()
+            found = _cloned_here(found) if place is None else found.clone()
             back.append((tensor, found))
         return found
 
     with torch.no_grad():
         there = tree_map_only(torch.Tensor, moved, (args, kwargs))
-    out = _here(op, *there) if place is None else post(place, op, *there)
+    out = run_here(op, *there) if place is None else post(place, op, *there)
     with torch.no_grad():
         for original, copy in back:
             original.copy_(copy)
     return _originals(op, out, args, kwargs)
 
 
-def _here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on plain tensors, as a part of one on remote ones."""
     dtype = autocast.inside.dtype
     with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False):
         out = op.func(*args, **kwargs)
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out
+
+
+def _cloned_here(tensor: torch.Tensor) -> Any:
+    return run_here(operator(aten.clone.default), (tensor,), {})
 
 
 def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -577,6 +594,11 @@ def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator whose tensors all lie at ``place``, if it has any."""
+    return _send(place, op, *_form(place, op, args, kwargs), args, kwargs)
+
+
+def _form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """The form of a call, and the words of a post of it: three that are not known yet, then its operands and numbers."""
     form: list[Any] = [op]
     words: list[int] = [0, 0, 0]
     for index, (value, number) in enumerate(zip(args, op.numbers)):
@@ -587,7 +609,13 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
     for name, value in kwargs.items():
         form.append(name)
         _scan(value, form, words, name in op.named_numbers, place)
-    return _send(place, op, form, words, args, kwargs)
+    return form, words
+
+
+def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    """What is known of a call that was just posted. ``None``: it is asked for what comes out each time."""
+    known = place.known[_grad()].get(tuple(_form(place, op, args, kwargs)[0]))
+    return None if known is None or known.kind == _ASKED else known
 
 
 def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -855,7 +883,7 @@ def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwarg
     if any(place_of(each) is not place for each in tensors):
         out = _mixed(op, args, kwargs, tensors)
     else:
-        out = _here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
+        out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
     if op.raises_versions:
         torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
     return out
@@ -873,13 +901,14 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(tensor) is not RemoteTensor:
             return tensor
         if fills and any(tensor is each for each in written):
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            like = list(tensor.shape), list(tensor.stride())
+            return run_here(operator(aten.empty_strided.default), like, {"dtype": tensor.dtype})
         found = at_place(tensor, None)
-        return found.clone() if any(tensor is each for each in written) else found
+        return _cloned_here(found) if any(tensor is each for each in written) else found
 
     with torch.no_grad():
         home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
-        out = _here(op, home_args, home_kwargs)
+        out = run_here(op, home_args, home_kwargs)
         if written:
             for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
                 if original is not filled:

@@ -17,6 +17,10 @@ CHECK       question: answered when all before it has been run
 RESET       position: the caller knows of errors before it, go on
 FORGET      all signatures
 STATE       length, text: flags of torch under which operations run
+PROGRAM     new name, counts of two lists of pairs, those pairs (position, value), messages: kept (``graphed.py``)
+REPLAY      program, first new name, values: run its messages, with the first name added to what the first list of pairs has
+            put where that says, and one of the values where the second list says
+RENAME      pairs of names: the first one's tensor is the second one's from now on
 LAST        the stream ends
 ==========  ==========================================================================================================
 
@@ -72,6 +76,18 @@ class Void:
 
     def __init__(self, error: bytes, position: int) -> None:
         self.error, self.position = error, position
+
+
+class Program:
+    """Messages to be run many times. ``inside``: (position, number of a tensor that they make); ``given``: (position, which of
+    a replay's values)."""
+
+    __slots__ = ("given", "inside", "words")
+
+    def __init__(self, told: list[int]) -> None:
+        inside, given, *rest = told
+        pairs = list(zip(rest[: 2 * (inside + given) : 2], rest[1 : 2 * (inside + given) : 2]))
+        self.inside, self.given, self.words = pairs[:inside], pairs[inside:], rest[2 * (inside + given) :]
 
 
 class Signature:
@@ -161,6 +177,9 @@ class Runner:
             ring.RESET: self._reset,
             ring.STATE: self._state,
             ring.FORGET: self._forget,
+            ring.PROGRAM: self._program,
+            ring.REPLAY: self._replay,
+            ring.RENAME: self._rename,
         }
         self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
         self.thread.start()
@@ -224,18 +243,21 @@ class Runner:
                     self.stopped = True
                     break
                 self._at = at
-                try:
-                    if line is None:
-                        self._run[head & 255](words, at + 1)
-                    else:
-                        self._run_noted(*line, words, at)
-                except RdmaError:
-                    raise
-                except BaseException as error:  # no memory for what has come, say: what it was to be is void
-                    self._fail(error)
+                self._message(words, at, line)
                 at += head >> 8
             if reader.read - self._told > ring.RING_WORDS // 8 or time.monotonic() - self._told_at > ring.TOLD_S:
                 self._tell()
+
+    def _message(self, words: list[int], at: int, line: tuple[observing.Line, int] | None) -> None:
+        try:
+            if line is None:
+                self._run[words[at] & 255](words, at + 1)
+            else:
+                self._run_noted(*line, words, at)
+        except RdmaError:
+            raise
+        except BaseException as error:  # no memory for what has come, say: what it was to be is void
+            self._fail(error)
 
     @property
     def _position(self) -> int:
@@ -264,6 +286,8 @@ class Runner:
             return f"a copy from {self.sources[words[at + 3]][0].peer}"
         if kind == ring.SEND:
             return f"a copy to {self.remote[words[at + 4]].channel.peer}"
+        if kind == ring.REPLAY:
+            return "a graphed step"
         return _SHOWN.get(kind, "names and tables")
 
     def explain(self) -> str:
@@ -490,6 +514,31 @@ class Runner:
 
     def _state(self, words: list[int], at: int) -> None:
         set_flags(load(words, at), self.device.type)
+
+    # -- programs
+
+    def _program(self, words: list[int], at: int) -> None:
+        self.values[words[at]] = Program(words[at + 1 : at - 1 + (words[at - 1] >> 8)])
+
+    def _replay(self, words: list[int], at: int) -> None:
+        program, base, at = self.values[words[at]], words[at + 1], at + 2
+        messages = program.words.copy()
+        for where, number in program.inside:
+            messages[where] = base + number
+        for where, index in program.given:
+            messages[where] = words[at + index]
+        line, at, end = self._line if observing.line is not None else None, 0, len(messages)
+        while at < end:
+            self._message(messages, at, line)
+            at += messages[at] >> 8
+
+    def _rename(self, words: list[int], at: int) -> None:
+        for old, new in zip(*[iter(words[at : at - 1 + (words[at - 1] >> 8)])] * 2):
+            found = self.values.pop(old, None)
+            if found is None:  # it was not computed
+                self.values.pop(new, None)
+            else:
+                self.values[new] = found
 
     # -- tensors that come and go
 

@@ -42,6 +42,8 @@ def wrap(
     first and are copied to the others when they have changed, and the results are joined. It computes
     ``torch.cat([part(shard) for shard in x.chunk(k)])``.
 
+    What was placed before is placed anew.
+
     * ``outputs``: ``"there"`` leaves results where they were computed, so nothing waits until a value is needed (``item``,
       ``cpu``); ``"here"`` copies them to this process.
     * ``chunks``: micro-batches of ``forward_backward``, unless that is given another number.
@@ -58,6 +60,7 @@ def wrap(
             raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
+    _displace(net, places)
     if not isinstance(net, WrappedModel):
         kind = type(net)
         net.__class__ = type(kind.__name__, (WrappedModel, kind), {"_wrapped": kind, "__module__": kind.__module__})
@@ -173,8 +176,7 @@ class WrappedModel(nn.Module):
     def close(self) -> None:
         """Bring all parameters and buffers home: the model is one of this process again, but for what lay at a
         worker that is lost. Idempotent."""
-        for module in self.modules():
-            module.__dict__.pop("forward", None) if isinstance(module.__dict__.get("forward"), Replicas) else None
+        _unite(self)
         if self._placement.first is not None:
             self._placement.first.end()
         come_home(self)
@@ -234,6 +236,26 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
 def replicate(module: nn.Module, places: list[Where]) -> None:
     """Have a module's forward split its batch among places."""
     module.forward = Replicas(module.forward, places)
+
+
+def _unite(net: nn.Module) -> None:
+    """The inverse of ``replicate``, for all modules."""
+    for module in net.modules():
+        if isinstance(module.__dict__.get("forward"), Replicas):
+            del module.__dict__["forward"]
+
+
+def _displace(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
+    """Bring home what was placed before: all of a wrapped model; of another one (a copy of one, say) what has a new place."""
+    if isinstance(net, WrappedModel):
+        net.close()
+        return
+    _unite(net)
+    for path, module in net.named_modules():
+        where = home(places, path)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if type(tensor) is RemoteTensor and where is not None and tensor._handle.stream is not stream_to(*where):
+                exchange(tensor, at_place(tensor.detach(), None).clone())
 
 
 def come_home(net: nn.Module) -> None:

@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="", help="A-B, or only A: to go on until --minutes are over")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
-    parser.add_argument("--target", default="remote", help="identity, wrap, remote, or module:function:workers")
+    parser.add_argument("--target", default="remote", help="identity, wrap, remote, graphed, or module:function:workers")
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
     parser.add_argument("--print", action="store_true", help="the program's text, and do not run it")
@@ -61,7 +61,11 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 
 
 def _drawn(seed: int, options: argparse.Namespace) -> tuple[str, Job]:
-    return str(seed), ("text", drawn_programs.source(drawn_programs.recipe(seed, not options.no_draws)))
+    return str(seed), ("text", _source(drawn_programs.recipe(seed, not options.no_draws), options))
+
+
+def _source(made: drawn_programs.Recipe, options: argparse.Namespace) -> str:
+    return (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)
 
 
 def _probed(names: list[str]) -> Iterator[tuple[str, Job]]:
@@ -99,7 +103,7 @@ def _shrink(options: argparse.Namespace) -> int:
     with Callers(options.target, options.limit) as callers:
 
         def verdict(made: drawn_programs.Recipe) -> judge.Verdict:
-            return callers.judge(("text", drawn_programs.source(made)))
+            return callers.judge(("text", _source(made, options)))
 
         for seed in map(int, options.cases):
             made = drawn_programs.recipe(seed, not options.no_draws)
@@ -109,7 +113,7 @@ def _shrink(options: argparse.Namespace) -> int:
                 continue
             made = drawn_programs.shrunk(made, lambda less, kind=kind: verdict(less).kind == kind)
             last = verdict(made)
-            print(drawn_programs.source(made), f"\n# {seed}: {last.kind}: {last.detail}")
+            print(_source(made, options), f"\n# {seed}: {last.kind}: {last.detail}")
     return 0
 
 

@@ -39,7 +39,21 @@ def remote(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
     return moved(net, dict(placement))
 
 
-TARGETS: dict[str, tuple[judge.Place, int]] = {"identity": (identity, 0), "wrap": (wrap, 3), "remote": (remote, 3)}
+def graphed(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
+    """For programs of ``drawn_programs.graphed_source``."""
+    import rdmarpc as rpc
+
+    found = rpc.wrap(net, dict(placement))
+    type(found).graph = staticmethod(rpc.graphed)  # type: ignore[attr-defined]
+    return found
+
+
+TARGETS: dict[str, tuple[judge.Place, int]] = {
+    "identity": (identity, 0),
+    "wrap": (wrap, 3),
+    "remote": (remote, 3),
+    "graphed": (graphed, 3),
+}
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 
 

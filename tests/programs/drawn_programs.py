@@ -211,12 +211,61 @@ def source(made: Recipe) -> str:
         'keep("net", net)',
         'keep("optimizer", optimizer)',
     ]
-    helpers = [
+    return "\n".join([model_source(made), *_helpers(made), "def program(place, keep):", *_in(body), SCRIPT])
+
+
+PLAIN_POINTS = {"unplaced", "setup", "made", "around", "loss", "backward", "grads", "stepped", "<unplaced|setup>"}
+PYTHON = re.compile(r"keep\(|step ==|step %|held|append|optimizer|print|schedule|random|item\(")
+"""What a feature does in Python in every step, or not in every one: a graph (``rdmarpc.graphed``) has none of it."""
+
+
+def graphed_source(made: Recipe, calls: int = 10) -> str:
+    """The text of a program whose step is one function of ``x`` and ``y``, of one form, that is called again and again; the
+    model says what is made of the function (``graph``)."""
+    features = [each for each in made.features if set(FEATURES[each[0]]) <= PLAIN_POINTS | {"end"}]
+    features = [each for each in features if not any(PYTHON.search(t) for p, t in FEATURES[each[0]].items() if p != "end")]
+    points: dict[str, list[str]] = {}
+    for name, dice in features:
+        rng = random.Random(dice)
+        for point, text in FEATURES[name].items():
+            points.setdefault(drawn(point, rng), []).extend(drawn(text, rng).strip("\n").split("\n"))
+    inner = ["loss = measure(read(net(x)), y)", *points.get("loss", [])]
+    for manager in points.get("around", []):
+        inner = [f"with {manager}:", *_in(inner)]
+    step = ["def step(x, y):", *_in(["optimizer.zero_grad()", *inner, *points.get("backward", ["loss.backward()"])])]
+    step += _in([*points.get("grads", []), "optimizer.step()", *points.get("stepped", []), "return loss, [net.head.bias]"])
+    y = "torch.randint(0, V, (3, 4), generator=draw)" if made.classes else "torch.randn(3, 4, V, generator=draw)"
+    text, made_by = _optimizer(replace(made, features=tuple(features)))
+    if text.startswith("LBFGS"):
+        made_by = ["optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)"]
+    body = [
+        f"torch.manual_seed({made.seed})",
+        "net = Net()",
+        *points.get("unplaced", []),
+        f"net = place(net, {dict(made.placement)})",
+        *points.get("setup", []),
+        *made_by,
+        *points.get("made", []),
+        *step,
+        "step = getattr(net, 'graph', lambda step: step)(step)",
+        f"draw = torch.Generator().manual_seed({made.seed})",
+        "rows, length = 3, 4",
+        f"for call in range({calls}):",
+        *_in([f"x = {INLETS[made.inlet][2]}", f"y = {y}", "loss, seen = step(x, y)", 'keep("loss", loss.detach())']),
+        *_in(['keep("bias", seen[0].detach())', 'keep("gradients", [p.grad for p in net.parameters()])']),
+        *points.get("end", []),
+        'keep("net", net)',
+        'keep("optimizer", optimizer)',
+    ]
+    return "\n".join([model_source(made), *_helpers(made), "def program(place, keep):", *_in(body), SCRIPT])
+
+
+def _helpers(made: Recipe) -> list[str]:
+    return [
         f"def read(result):\n    return {RESULTS[made.result][1]}\n",
         f"def measure(out, y):\n    return {drawn(*made.loss)}\n",
         "def trained(net):\n    return [p for p in net.parameters() if p.requires_grad]\n",
     ]
-    return "\n".join([model_source(made), *helpers, "def program(place, keep):", *_in(body), SCRIPT])
 
 
 def _optimizer(made: Recipe) -> tuple[str, list[str]]:

@@ -1,0 +1,554 @@
+"""One call of a step, captured for ``graphed``: what was posted, what ran here, and what the call left behind.
+
+Tensors are told by their storage: one at a worker by its name, a plain one by the number of its storage and how it lies over
+it. A storage is *made* by the call, or an *argument*'s; or it was there before: *left* by the call before, or *kept*.
+``difference`` compares two calls that followed each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+import threading
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from . import autocast, observing
+from .geometry import Geometry, geometry
+from .operators import Operator, operator
+from .stream import Known, Meta, Storage, Stream
+from .tensor import RemoteTensor, known_form
+from .worker import flags
+
+_CONSTANT_BYTES = 1 << 16
+_RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
+_bits, _word = struct.Struct("<d"), struct.Struct("<q")
+
+
+class Ref(NamedTuple):
+    """A tensor at a worker: its storage's name, and ``at`` as messages have it (-1: as it was made)."""
+
+    name: int
+    at: int
+
+
+class Number(NamedTuple):
+    """A number that travels as a word."""
+
+    word: int
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain tensor: the number of its storage, and how it lies over it. ``offset``: bytes; over an argument's storage they
+    count from that argument."""
+
+    key: int
+    offset: int
+    geometry: Geometry
+
+
+class Posted(NamedTuple):
+    """An operator at a worker. ``first``: the number of the first of its ``results``, if it has any of its own."""
+
+    stream: Stream
+    name: str
+    signature: int
+    first: int
+    results: int
+    operands: list[Ref | Number]
+    state: tuple[Any, ...]
+
+
+class Ran(NamedTuple):
+    """An operator on plain tensors. ``results``: one for each tensor that came out. ``written``: numbers of storages."""
+
+    op: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Plain]
+    written: list[int]
+    autocast: torch.dtype | None
+
+
+class Brought(NamedTuple):
+    """A plain tensor was copied to a worker."""
+
+    stream: Stream
+    source: Plain
+    made: int
+
+
+class Crossed(NamedTuple):
+    """A tensor was copied from worker to worker."""
+
+    source: Stream
+    ref: Ref
+    meta: Meta
+    shift: int
+    stream: Stream
+    made: int
+
+
+class Fetched(NamedTuple):
+    """A tensor was copied here."""
+
+    stream: Stream
+    ref: Ref
+    meta: Meta
+    made: Plain
+
+
+Event = Posted | Ran | Brought | Crossed | Fetched
+
+
+class Result(NamedTuple):
+    """A tensor at a worker that the step returned."""
+
+    ref: Ref
+    stream: Stream
+    meta: Meta
+    offset: int
+    nbytes: int
+
+
+class Local:
+    """A storage of plain tensors. ``argument``: which one's it is; ``left``: its number in the call before. ``storage`` and
+    ``blob`` are a kept one's, and its bytes when it was met, if they are few."""
+
+    def __init__(self, storage: Any) -> None:
+        self.weak, self.cdata = StorageWeakRef(storage), storage._cdata
+        self.made = False
+        self.argument: int | None = None
+        self.left: int | None = None
+        self.storage: Any = None
+        self.blob: bytes | None = None
+
+    def keep(self, storage: Any) -> None:
+        self.storage = storage
+        if storage.nbytes() <= _CONSTANT_BYTES:
+            self.blob = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+
+
+class Capture(TorchDispatchMode):
+    """Captures what the thread that enters it posts and computes. ``arguments``: the step's tensors; ``before``: the call
+    before this one."""
+
+    _number = 0
+
+    def __init__(self, arguments: list[torch.Tensor], before: Capture | None) -> None:
+        super().__init__()
+        self.why = ""
+        """Why the call cannot be posted again."""
+        self.before = before
+        self.made_before = {} if before is None else before.made
+        self.arguments = arguments
+        self.offsets = [each._offset if type(each) is RemoteTensor else 0 for each in arguments]
+        """Where remote arguments begin, in elements."""
+        self.given = [weakref.ref(each) for each in arguments]
+        self.events: list[Event] = []
+        self.made: dict[int, int] = {}
+        """The numbers of what was made at workers, by name; ``names`` is the inverse."""
+        self.names: list[int] = []
+        self.moved: set[int] = set()
+        """Of them, what came from elsewhere."""
+        self.storages: dict[int, weakref.ref[Storage]] = {}
+        """What was met at workers, by name."""
+        self.written: set[int] = set()
+        self.locals: list[Local] = []
+        self.written_here: set[int] = set()
+        self.objects: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Tensors that were operands or results."""
+        self.leaves: list[weakref.ref[torch.Tensor]] = []
+        """Of them, those that require grad and are leaves of autograd's graph."""
+        self.gradients: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        self.gradients_here: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """Gradients that the call has made, by the number of their storage, and their leaves."""
+        self.modules: dict[int, weakref.ref[Any]] = {}
+        self.optimizers: dict[int, weakref.ref[Any]] = {}
+        self.grows = False
+        """Whether something is still there that the call before has left."""
+        self.results: list[Any] = []
+        self.spec: Any = None
+        self._thread, self._hooks = threading.get_ident(), ExitStack()
+        self._known: dict[int, int] = {}
+        self.remote_arguments: dict[int, int] = {}
+        for index, tensor in enumerate(arguments):
+            if type(tensor) is RemoteTensor:
+                self.remote_arguments.setdefault(tensor._handle.name, index)
+            elif tensor.untyped_storage()._cdata not in self._known:
+                local = self._add(tensor.untyped_storage())
+                local.argument = index
+
+    # -- watching
+
+    def __enter__(self) -> Any:
+        Capture._number += 1
+        observing.capture = Capture._number
+        observing.observers = (*observing.observers, self)
+        for hook in (
+            modules.register_module_forward_pre_hook(self._enters),
+            optimizers.register_optimizer_step_pre_hook(self._steps),
+        ):
+            self._hooks.callback(hook.remove)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+        observing.observers = tuple(each for each in observing.observers if each is not self)
+        observing.capture = 0
+        for storage in observing.copied:
+            storage.copies = None
+        observing.copied.clear()
+
+    def _enters(self, module: Any, args: Any) -> None:
+        self.modules.setdefault(id(module), weakref.ref(module))
+
+    def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+
+    def refuse(self, why: str) -> None:
+        self.why = self.why or why
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        remote = [each for each in tree_leaves((args, kwargs)) if type(each) is RemoteTensor]
+        if remote:
+            for each in remote:
+                self._meet(each)
+            return func(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        told = self._told(args, kwargs) if not _shapes_only(tensors) else None
+        out = func(*args, **kwargs)
+        if told is not None and not isinstance(out, RemoteTensor) and not _shapes_only(tree_leaves(out)):
+            self._ran(operator(func), args, kwargs, told, out, None)
+        return out
+
+    def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None) -> None:
+        """See ``Observer``."""
+        if threading.get_ident() != self._thread:
+            return
+        if place is None:
+            self._ran(op, args, kwargs, self._told(args, kwargs), out, autocast.inside.dtype)
+            return
+        known = known_form(place, op, args, kwargs)
+        if known is None:
+            self.refuse(f"{op.name} waits for what comes out, in every call")
+            return
+        for each in tree_leaves((args, kwargs)):
+            if type(each) is RemoteTensor:
+                self._meet(each)
+        self.written.update(each._handle.name for each in op.operands_written(args, kwargs))
+        first = self._number_results(known, out)
+        count = 0 if first < 0 else len(known.results)
+        self.events.append(Posted(place, op.name, known.number, first, count, _operands(op, args, kwargs), flags()))
+
+    def _number_results(self, known: Known, out: Any) -> int:
+        new = [index for index, told in enumerate(known.results) if told is not None and told[0] == "new"]
+        if not new or out is None:
+            return -1
+        values = [out] if known.single else out
+        first, base = len(self.names), values[new[0]]._handle.name - new[0]
+        self.names += range(base, base + len(known.results))
+        for index in new:
+            self.made[base + index] = first + index
+            self.storages[base + index] = weakref.ref(values[index]._handle)
+        return first
+
+    def brought(self, target: Stream, tensor: torch.Tensor, made: Storage) -> None:
+        """See ``Observer``."""
+        if threading.get_ident() == self._thread:
+            self.events.append(Brought(target, self.plain(tensor), self._number_moved(made)))
+
+    def crossed(self, source: Storage, at: int, meta: Meta, shift: int, made: Storage) -> None:
+        """See ``Observer``."""
+        if threading.get_ident() == self._thread:
+            self.storages[source.name] = weakref.ref(source)
+            ref, number = Ref(source.name, at), self._number_moved(made)
+            self.events.append(Crossed(source.stream, ref, meta, shift, made.stream, number))
+
+    def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
+        """See ``Observer``."""
+        if threading.get_ident() == self._thread:
+            if not meta.plain:
+                self.refuse("a conjugated or negated tensor is copied here")
+            self.events.append(Fetched(source, Ref(name, at), meta, self._made(found)))
+
+    def _number_moved(self, made: Storage) -> int:
+        number = self.made[made.name] = len(self.names)
+        self.names.append(made.name)
+        self.storages[made.name] = weakref.ref(made)
+        self.moved.add(number)
+        return number
+
+    def _meet(self, tensor: RemoteTensor) -> None:
+        handle = tensor._handle
+        self.storages.setdefault(handle.name, weakref.ref(handle))
+        self.objects[id(tensor)] = weakref.ref(tensor)
+        index = self.remote_arguments.get(handle.name)
+        if index is not None and tensor.dtype.itemsize != self.arguments[index].dtype.itemsize:
+            self.refuse("an argument is read as another dtype")
+
+    # -- what runs here
+
+    def _told(self, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, self.plain, (args, kwargs))
+
+    def _ran(self, op: Operator, args: Any, kwargs: Any, told: Any, out: Any, dtype: torch.dtype | None) -> None:
+        if op.name.partition(".")[0] in _RESIZING:
+            self.refuse(f"{op.name} changes what a tensor lies over")
+        if op.view or op.geometry:
+            return
+        written = [self.plain(each).key for each in op.operands_written(args, kwargs)]
+        results = [self._plain_result(each) for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        if results or written:
+            self.written_here.update(written)
+            told_args, told_kwargs = told
+            self.events.append(Ran(op, told_args, told_kwargs, results, written, dtype))
+
+    def _plain_result(self, tensor: torch.Tensor) -> Plain:
+        known = self.find(tensor)
+        return self._made(tensor) if known is None else self.plain(tensor)
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        key = self._known.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        return None if key is None or self.locals[key].weak.expired() else key
+
+    def _add(self, storage: Any) -> Local:
+        self._known[storage._cdata] = len(self.locals)
+        self.locals.append(local := Local(storage))
+        return local
+
+    def _made(self, tensor: torch.Tensor) -> Plain:
+        if tensor.layout is torch.strided:
+            self._add(tensor.untyped_storage()).made = True
+        return self.plain(tensor)
+
+    def plain(self, tensor: torch.Tensor) -> Plain:
+        if (strange := _strange(tensor)) is not None:
+            self.refuse(f"a plain tensor takes part that {strange}")
+            return Plain(-1, 0, Geometry((), (), torch.uint8))
+        storage, key = tensor.untyped_storage(), self.find(tensor)
+        if key is None:
+            local, key = self._add(storage), len(self.locals) - 1
+            local.left = None if self.before is None else self.before.still(storage)
+            if local.left is None:
+                local.keep(storage)
+        self.objects[id(tensor)] = weakref.ref(tensor)
+        local, offset = self.locals[key], int(tensor.storage_offset()) * tensor.dtype.itemsize
+        if local.argument is not None:
+            given = self.arguments[local.argument]
+            offset -= int(given.storage_offset()) * given.dtype.itemsize
+        return Plain(key, offset, geometry(tensor))
+
+    def lies_over(self, key: int, storage: Any) -> None:
+        """What this call has left lies over another storage now."""
+        self.locals[key].weak, self.locals[key].cdata = StorageWeakRef(storage), storage._cdata
+        self._known[storage._cdata] = key
+
+    def still(self, storage: Any) -> int | None:
+        """The number of a plain storage that this call made and that is still there."""
+        key = self._known.get(storage._cdata)
+        return key if key is not None and self.locals[key].made and not self.locals[key].weak.expired() else None
+
+    # -- the end
+
+    def returned(self, out: Any) -> Any:
+        """Note what the step has returned. What the caller gets of it are copies without a graph."""
+        leaves, self.spec = tree_flatten(out)
+        for leaf in leaves:
+            if type(leaf) is RemoteTensor:
+                handle = leaf._handle
+                ref = Ref(handle.name, leaf._at)
+                self.results.append(Result(ref, handle.stream, leaf._meta, leaf._offset, handle.nbytes))
+                self.storages.setdefault(handle.name, weakref.ref(handle))
+            else:
+                self.results.append(self.plain(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        return tree_map_only(torch.Tensor, self._copied, out)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A result that the step made is copied, so that nobody but the step keeps it."""
+        if type(tensor) is RemoteTensor:
+            ours = tensor._handle.name in self.made
+        else:
+            key = self.find(tensor)
+            ours = key is not None and self.locals[key].made
+        return tensor.detach().clone() if ours else tensor.detach()
+
+    def settle(self, ours: set[int]) -> None:
+        """Find out what the call has left. Nothing of the program has its results any more. ``ours``: names, and addresses of
+        plain storages, that are kept for other reasons than the program's."""
+        gc.collect()
+        self.arguments = []
+        self.left = {number for name, number in self.made.items() if self.storages[name]() is not None}
+        self.left_here = {key for key, local in enumerate(self.locals) if local.made and not local.weak.expired()}
+        self.objects = {key: ref for key, ref in self.objects.items() if ref() is not None}
+        if self.left & self.moved:
+            self.refuse("it keeps a tensor as it was moved to another place")
+        self._find_gradients()
+        if self.before is not None:
+            former, self.before.before = self.before, None
+            names = (former.names[number] for number in former.left)
+            there = any(name not in ours and former.storages[name]() is not None for name in names)
+            here = (former.locals[key] for key in former.left_here)
+            self.grows = there or any(local.cdata not in ours and not local.weak.expired() for local in here)
+
+    def _find_gradients(self) -> None:
+        """Of what the call has left: gradients, whose tensors can be put where they belong."""
+        for ref in self.objects.values():
+            tensor = ref()
+            if tensor is None or not (tensor.is_leaf and tensor.requires_grad):
+                continue
+            self.leaves.append(ref)
+            grad = tensor.grad
+            if type(grad) is RemoteTensor:
+                number = self.made.get(grad._handle.name)
+                if number is not None:
+                    self.gradients.append((number, ref))
+            elif grad is not None and (key := self.find(grad)) is not None and self.locals[key].made:
+                self.gradients_here.append((key, ref))
+
+
+def _shapes_only(values: list[Any]) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.device.type == "meta" for each in values)
+
+
+def _strange(tensor: torch.Tensor) -> str | None:
+    """What makes a plain tensor one that is not looked into."""
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}"
+    if tensor.device.type != "cpu":
+        return f"lies at {tensor.device}"
+    return "is quantized, conjugated or negated" if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() else None
+
+
+def _operands(op: Operator, args: Any, kwargs: Any) -> list[Ref | Number]:
+    """The tensors and numbers of a post, in the order of its words."""
+    found: list[Ref | Number] = []
+
+    def walk(value: Any, number: bool) -> None:
+        kind = type(value)
+        if kind is RemoteTensor:
+            found.append(Ref(*value._words))
+        elif kind is float and number:
+            found.append(Number(*_word.unpack(_bits.pack(value))))
+        elif kind is int and number and -(1 << 63) <= value < 1 << 63:
+            found.append(Number(value))
+        elif kind is list or kind is tuple:
+            for each in value:
+                walk(each, number)
+
+    seen: list[Any] = []
+    for value, number in zip(args, op.numbers):
+        if not (op.identity and isinstance(value, torch.Tensor) and any(value is each for each in seen)):
+            walk(value, number)
+        seen.append(value)
+    for name, value in kwargs.items():
+        walk(value, name in op.named_numbers)
+    return found
+
+
+def plains(value: Any) -> list[Plain]:
+    """The plain tensors of a value of lists, tuples and dictionaries."""
+    if isinstance(value, Plain):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [plain for each in value for plain in plains(each)] if isinstance(value, list | tuple) else []
+
+
+# -- two calls
+
+
+class _Names:
+    """What a capture calls tensors, so that another one calls them the same."""
+
+    def __init__(self, capture: Capture, other: Capture) -> None:
+        self.capture = capture
+        self.common = {local.cdata for local in other.locals if local.storage is not None}
+
+    def ref(self, ref: Ref) -> tuple[Any, ...]:
+        capture = self.capture
+        if ref.name in capture.made:
+            return "made", capture.made[ref.name], ref.at
+        if ref.name in capture.remote_arguments:
+            index = capture.remote_arguments[ref.name]
+            return "argument", index, ref.at if ref.at == -1 else ref.at - capture.offsets[index]
+        if ref.name in capture.made_before:
+            return "left", capture.made_before[ref.name], ref.at
+        return "kept", ref.name, ref.at
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, Plain):
+            local = self.capture.locals[value.key]
+            what: tuple[Any, ...] = ("made", value.key)
+            if local.argument is not None:
+                what = "argument", local.argument
+            elif local.left is not None:
+                what = "left", local.left
+            elif not local.made:
+                what = ("kept", local.cdata) if local.cdata in self.common else ("bytes", local.blob or self)
+            return what, value.offset, value.geometry
+        if isinstance(value, list | tuple):
+            return [self.value(each) for each in value]
+        if isinstance(value, dict):
+            return {key: self.value(each) for key, each in value.items()}
+        return type(value), repr(value)
+
+    def event(self, event: Event) -> tuple[Any, ...]:
+        if isinstance(event, Posted):
+            operands = [self.ref(each) if isinstance(each, Ref) else each for each in event.operands]
+            return event.stream, event.name, event.signature, event.first, event.results, event.state, operands
+        if isinstance(event, Ran):
+            return event.op, self.value(event.args), self.value(event.kwargs), self.value(event.results), event.autocast
+        if isinstance(event, Brought):
+            return event.stream, self.value(event.source), event.made
+        if isinstance(event, Crossed):
+            return event.source, self.ref(event.ref), event.meta, event.shift, event.stream, event.made
+        return event.stream, self.ref(event.ref), event.meta, self.value(event.made)
+
+    def tensors(self, event: Event) -> Any:
+        """The operands of an operator."""
+        if isinstance(event, Posted):
+            return [self.ref(each) for each in event.operands if isinstance(each, Ref)]
+        return self.value(plains([event.args, event.kwargs])) if isinstance(event, Ran) else None
+
+    def result(self, result: Any) -> Any:
+        return (self.ref(result.ref), *result[1:]) if isinstance(result, Result) else self.value(result)
+
+
+def _name(event: Event) -> str:
+    return event.name if isinstance(event, Posted) else event.op.name if isinstance(event, Ran) else "a copy"
+
+
+def difference(first: Capture, second: Capture) -> str:
+    """What is another thing in a call than in the one before it; "": nothing."""
+    if first.why or second.why:
+        return second.why or first.why
+    if second.grows:
+        return "it keeps a tensor of each call"
+    ours, theirs = _Names(first, second), _Names(second, first)
+    for one, two in zip(first.events, second.events):
+        if type(one) is type(two) and ours.event(one) == theirs.event(two):
+            continue
+        name = _name(two)
+        if _name(one) == name and ours.tensors(one) == theirs.tensors(two):
+            return f"{name} has another number than in the call before (of an optimizer: fused=True, or a tensor as lr)"
+        return f"{name} is not what the call before had there, or has other operands"
+    if len(first.events) != len(second.events):
+        return f"it has {len(second.events)} operations and copies, {len(first.events)} in the call before"
+    if first.spec != second.spec or [ours.result(r) for r in first.results] != [theirs.result(r) for r in second.results]:
+        return "it returns something else that is no result of an operation"
+    return ""

@@ -1,0 +1,696 @@
+"""``graphed``: the commands of a step are posted again, without Python, as a CUDA graph is launched again.
+
+The first calls run the step and capture it (``capture.py``). When two calls that followed each other did the same, what they
+posted becomes programs at the workers. A call is some words then: which programs, the first name of what they make, where
+arguments lie. What ran here is run here again, operator by operator.
+
+What a call returns has new names. What it leaves elsewhere (gradients, say) takes the place of what the call before has left,
+by RENAME behind all that reads that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from ..transport import NotSupported
+from . import observing, ring
+from .capture import Brought, Capture, Crossed, Event, Fetched, Number, Plain, Posted, Ran, Ref, Result, difference, plains
+from .geometry import Geometry, geometry, room
+from .stream import Region, Storage, Stream, crossing, names, state_words
+from .tensor import RemoteTensor, wrapper
+from .worker import HEAD_BYTES, flags
+
+_log = logging.getLogger("rdmarpc")
+_WORDS = 1 << 13
+"""A program has not many more."""
+_FORMS, _TRIES = 16, 8
+_CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
+_HELD = 1 << 20
+"""A program counts as so many bytes: its worker is told soon when it is not needed any more."""
+Word = int | tuple[Any, ...]
+
+
+class Graphed:
+    """A step (``graphed``). ``replays``: calls that ran no Python of the step; ``runs``: the others. ``why``: the last reason
+    for which a call could not be posted again, "" if there was none."""
+
+    def __init__(self, step: Callable[..., Any], check: int) -> None:
+        self.step, self.check = step, check
+        self.replays = self.runs = 0
+        self.why = ""
+        self._lock = threading.RLock()
+        self._forms: OrderedDict[Any, _Form] = OrderedDict()
+        self._modules: dict[int, weakref.ref[Any]] = {}
+        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._gradients: Gradients = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            leaves, spec = tree_flatten((args, kwargs))
+            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+            form = self._form((_arguments(leaves), repr(spec), self._around()))
+            program = form.program
+            checks = self.check > 0 and (self.replays + self.runs) % self.check == self.check - 1
+            if program is not None and not checks and not observing.observers and program.holds():
+                self.replays += 1
+                return program.replay(tensors)
+            self.runs += 1
+            if form.tries >= _TRIES:
+                return tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
+            return self._captured(form, tensors, args, kwargs, checks)
+
+    def _around(self) -> tuple[Any, ...]:
+        """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train,
+        numbers of optimizers, which gradients there are."""
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        training = tuple(module.training for ref in self._modules.values() if (module := ref()) is not None)
+        numbers = tuple(_numbers(found) for ref in self._optimizers.values() if (found := ref()) is not None)
+        without = tuple(leaf.grad is None for ref in self._leaves.values() if (leaf := ref()) is not None)
+        return flags(), modes, training, numbers, without
+
+    def _form(self, key: Any) -> _Form:
+        found = self._forms.get(key)
+        if found is None:
+            found = self._forms[key] = _Form()
+            if len(self._forms) > _FORMS:
+                self._forms.popitem(last=False)
+        self._forms.move_to_end(key)
+        return found
+
+    def _captured(self, form: _Form, tensors: list[torch.Tensor], args: Any, kwargs: Any, checks: bool) -> Any:
+        """Run the step, and see whether it did what it did in the call before."""
+        before, program = form.last, form.program
+        if program is not None:
+            program.refresh()
+        capture = Capture(tensors, before)
+        form.last = form.program = None
+        with capture:
+            out = self.step(*args, **kwargs)
+        results = capture.returned(out)
+        del out
+        capture.settle(_addresses(self._gradients))
+        self._leaves.update((id(leaf), ref) for ref in capture.leaves if (leaf := ref()) is not None)
+        self._modules.update(capture.modules)
+        self._optimizers.update(capture.optimizers)
+        form.last = capture
+        why = capture.why if before is None else difference(before, capture)
+        if before is not None and not why:
+            try:
+                form.program, form.tries = Program(capture, self._gradients), 0
+            except NotSupported as error:
+                why = error.message
+        if why:
+            self._refused(form, why)
+            if checks and program is not None:
+                raise RuntimeError(f"a graphed step does something else than what was captured: {why}")
+        return results
+
+    def _refused(self, form: _Form, why: str) -> None:
+        self.why = why
+        form.tries += 1
+        if form.tries == _TRIES:
+            form.last = None
+            _log.warning("a graphed step runs as Python in every call: %s", why)
+
+
+Gradients = dict[Any, torch.Tensor]
+"""The gradients that graphs write, by their leaf and how they lie: one for all programs of a step."""
+
+
+def _addresses(gradients: Gradients) -> set[int]:
+    """Names, and addresses of plain storages."""
+    return {grad._handle.name if type(grad) is RemoteTensor else grad.untyped_storage()._cdata for grad in gradients.values()}
+
+
+def _gradient(leaf: weakref.ref[torch.Tensor]) -> Any:
+    tensor = leaf()
+    return None if tensor is None else tensor.grad
+
+
+class _Form:
+    """Calls with arguments of one form: the last capture, and what was made of two that were alike."""
+
+    last: Capture | None = None
+    program: Program | None = None
+    tries = 0
+
+
+def graphed(step: Callable[..., Any], *, check: int = 0) -> Graphed:
+    """``step`` as a graph: after some calls it is not run any more, but what it posted is posted again, as it was.
+
+    It is for steps whose operations do not change. As with CUDA graphs, that Python would do the same again is the caller's
+    promise. Every call is a step, the first ones too: they run Python, until two in a row have done the same. Calls with
+    arguments of other shapes or constants, in other modes of torch, with modules that train or not, and with other numbers of
+    an optimizer are captured by themselves (16 such forms are kept). ``check=n`` runs Python in every n-th call and compares:
+    ``RuntimeError`` if it did something else.
+
+    * Results are new tensors, without a graph: a backward belongs into the step.
+    * What a call leaves elsewhere than in its results (``p.grad``, a buffer that is replaced) is *overwritten* by the next one.
+    * Arguments are tensors that do not require grad, and constants. Lists, counters and prints of the step stay as they are.
+    * Random numbers are drawn anew in each call, in the same order.
+    * Python runs where the step's tensors were replaced since (``p.grad = None``, an optimizer's ``load_state_dict``,
+      ``model.replace``), and while something records (``recording``). ``runs``, ``replays`` and ``why`` of what is returned
+      tell how often, and why. A step that asks for a value (``item``), or has another number in every call (AdamW without
+      ``fused=True``), runs as Python always; a warning is logged.
+
+    One call runs at a time. ``NotSupported``: an argument of another class.
+    """
+    return Graphed(step, check)
+
+
+def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
+    """The form of arguments: how tensors lie, also over each other's memory, and constants."""
+    found: list[Any] = []
+    seen: dict[Any, tuple[int, int]] = {}
+    for index, each in enumerate(leaves):
+        if not isinstance(each, torch.Tensor):
+            if type(each) not in _CONSTANTS:
+                raise NotSupported(f"a graphed step takes tensors and constants, not a {type(each).__name__}")
+            found.append((type(each), repr(each)))
+            continue
+        if each.requires_grad:
+            raise NotSupported(
+                "an argument of a graphed step must not require grad", hint="detach() it, or make it in the step"
+            )
+        if each.layout is not torch.strided:
+            raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}")
+        remote, each = type(each) is RemoteTensor, cast(Any, each)
+        storage, offset = each._handle if remote else each.untyped_storage()._cdata, int(each.storage_offset())
+        first, begin = seen.setdefault(storage, (index, offset))
+        where = (each._handle.stream, each._meta, each._at == -1) if remote else (str(each.device), geometry(each))
+        found.append((where, first, offset - begin if first != index else 0))
+    return tuple(found)
+
+
+def _numbers(optimizer: Any) -> tuple[Any, ...]:
+    return tuple(
+        tuple(
+            value if isinstance(value, int | float | str | tuple) else id(value)
+            for name, value in group.items()
+            if name != "params"
+        )
+        for group in optimizer.param_groups
+    )
+
+
+# -- programs
+
+
+class Messages:
+    """Messages for one worker. ``inside`` and ``given``: as of ``worker.Program``; ``values`` says what is given. ``freed``:
+    numbers of what has crossed, whose places are free behind them."""
+
+    def __init__(self) -> None:
+        self.words: list[int] = []
+        self.inside: list[tuple[int, int]] = []
+        self.given: list[tuple[int, int]] = []
+        self.values: dict[tuple[Any, ...], int] = {}
+        self.freed: list[int] = []
+        self.operations = 0
+
+    def put(self, kind: int, words: Sequence[Word]) -> None:
+        """A message. A word that is a tuple is found when it is run: ("made", number), or what is given."""
+        self.words.append(kind | (len(words) + 1) << 8)
+        for word in words:
+            if isinstance(word, int):
+                self.words.append(word)
+                continue
+            if word[0] == "made":
+                self.inside.append((len(self.words), word[1]))
+            else:
+                self.given.append((len(self.words), self.values.setdefault(word, len(self.values))))
+            self.words.append(0)
+
+    def told(self, name: int) -> list[int]:
+        """The message that tells a worker the program."""
+        pairs = [number for pair in (*self.inside, *self.given) for number in pair]
+        return [ring.PROGRAM, name, len(self.inside), len(self.given), *pairs, *self.words]
+
+
+class Run(NamedTuple):
+    """Programs that are posted together, one a worker, and what crosses in them."""
+
+    programs: list[tuple[Stream, Storage, Messages]]
+    crossings: list[Crossed]
+
+
+class Fetching(NamedTuple):
+    """A tensor is copied here: the words that say which."""
+
+    event: Fetched
+    words: list[Word]
+
+
+class Call:
+    """A call that is under way: what is given, and what was made so far."""
+
+    def __init__(self, arguments: list[Any]) -> None:
+        self.arguments, self.base = arguments, next(names) << 20
+        self.locals: dict[int, torch.Tensor] = {}
+        self.brought: dict[int, Storage] = {}
+        self.places: dict[int, tuple[Region, int, int]] = {}
+
+    def given(self, value: tuple[Any, ...]) -> int:
+        kind, which, *ahead = value
+        if kind == "argument":
+            return self.arguments[which]._handle.name
+        if kind == "at":
+            return self.arguments[which]._offset + ahead[0]
+        if kind == "brought":
+            return self.brought[which].name
+        region, offset, _ = self.places[which]
+        return region.number if kind == "region" else offset
+
+
+class Program:
+    """A step that can be posted again: what is to be done in a call, in order. ``NotSupported``: it cannot."""
+
+    def __init__(self, capture: Capture, gradients: Gradients) -> None:
+        self._capture = capture
+        self._static = {number: capture.names[number] for number in capture.left}
+        """The names of what the step leaves at workers."""
+        self._replaced: list[tuple[weakref.ref[Any], Plain]] = []
+        """Plain tensors that lie over something new behind a call."""
+        self._read: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        """Of them, those of which the step reads the gradient that the call before has left."""
+        self._place_gradients(gradients)
+        self._kept: dict[int, Storage] = {}
+        self._states: dict[Stream, tuple[Any, ...]] = {}
+        self._ends: dict[Stream, tuple[Any, ...]] = {}
+        self._steps: list[Run | Ran | Brought | Fetching] = []
+        self._parts: defaultdict[Stream, Messages] = defaultdict(Messages)
+        self._crossings: list[Crossed] = []
+        self._watch()
+        events = _needed(capture)
+        self._homes = _homes(events)
+        self._brought = {event.made for event in events if isinstance(event, Brought)}
+        ends = self._last_uses(events)
+        self._free([("left", number) for number in self._static if ("left", number) not in ends])
+        dying = defaultdict(list)
+        for key, index in ends.items():
+            dying[index].append(key)
+        for index, event in enumerate(events):
+            self._put(event)
+            self._free(dying[index])
+            if any(len(part.words) > _WORDS for part in self._parts.values()):
+                self._flush()
+        for number, name in self._static.items():
+            self._parts[self._homes[number]].put(ring.RENAME, [("made", number), name])
+        self._flush()
+        if not self._states:
+            raise NotSupported("nothing was posted")
+        self._results = [self._kept_alive(each) for each in capture.results]
+        self._forgotten = {stream: stream.forgotten for stream in self._states}
+        self._ends_of_locals()
+
+    def _place_gradients(self, gradients: Gradients) -> None:
+        """Choose the tensors that are gradients behind a call."""
+        capture = self._capture
+        self._placed: defaultdict[int, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = defaultdict(list)
+        self._placed_here: defaultdict[int, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = defaultdict(list)
+        for number, ref in capture.gradients:
+            grad: Any = _gradient(ref)
+            lies = grad._handle.stream, grad._meta, grad._offset, grad._at, grad._handle.nbytes
+            kept: Any = gradients.setdefault((id(ref()), lies), grad)
+            if number in self._placed and self._static[number] != kept._handle.name:
+                raise NotSupported("gradients lie over each other's memory, and did not in another form of the step")
+            self._static[number] = kept._handle.name
+            self._placed[number].append((ref, kept))
+        for key, ref in capture.gradients_here:
+            grad = _gradient(ref)
+            kept = gradients.setdefault((id(ref()), geometry(grad)), grad)
+            self._placed_here[key].append((ref, kept))
+            self._replaced.append((weakref.ref(kept), capture.plain(grad)))
+        self._gradients = [each for placed in (self._placed, self._placed_here) for found in placed.values() for each in found]
+
+    def _watch(self) -> None:
+        """Note the tensors by which the program could see that it is out of date, and those that it writes or replaces."""
+        capture = self._capture
+        self._remote: list[tuple[weakref.ref[Any], int]] = []
+        self._plain: list[tuple[weakref.ref[Any], int]] = []
+        self._written: list[weakref.ref[Any]] = []
+        self._left = [capture.storages[name] for number, name in self._static.items() if number not in self._placed]
+        found = set(self._placed_here)
+        for ref in capture.objects.values():
+            tensor = ref()
+            if tensor is None or any(tensor is given() for given in capture.given):
+                continue
+            if type(tensor) is RemoteTensor:
+                name = tensor._handle.name
+                if capture.made.get(name) in self._placed:
+                    continue
+                if name in capture.remote_arguments:
+                    raise NotSupported("it has a tensor that shares memory with an argument")
+                self._remote.append((ref, name))
+                written = name in capture.written
+            else:
+                known = capture.find(tensor)
+                if known is None:
+                    continue
+                local = capture.locals[known]
+                if local.argument is not None:
+                    raise NotSupported("it has a tensor that shares memory with an argument")
+                if local.made and known not in self._placed_here:
+                    found.add(known)
+                    self._replaced.append((ref, capture.plain(tensor)))
+                elif local.made:
+                    continue
+                else:
+                    self._plain.append((ref, local.cdata))
+                written = known in capture.written_here
+            if written and not tensor.is_inference():
+                self._written.append(ref)
+        if capture.left_here - found:
+            raise NotSupported("it leaves a plain tensor that no program sees")
+
+    def holds(self) -> bool:
+        """Whether the tensors of the step are those that were captured."""
+        return (
+            all((tensor := ref()) is not None and tensor._handle.name == name for ref, name in self._remote)
+            and all((tensor := ref()) is not None and tensor.untyped_storage()._cdata == cdata for ref, cdata in self._plain)
+            and all(ref() is not None for ref in self._left)
+            and all(ref() is not None for ref, _ in self._gradients)
+            and all(_gradient(ref) is grad for ref, grad in self._read)
+            and all(ref() is not None for ref, _ in self._replaced)
+            and all(stream.closed is None and stream.forgotten == count for stream, count in self._forgotten.items())
+        )
+
+    # -- made of a capture
+
+    def _last_uses(self, events: list[Event]) -> dict[tuple[str, int], int]:
+        """The index of the event after which nobody needs a tensor at a worker: ("made", number), or ("left", number)."""
+        capture, found = self._capture, {}
+        for index, event in enumerate(events):
+            for number in _numbers_made(event):
+                found["made", number] = index
+            for ref in _refs(event):
+                if ref.name in capture.made:
+                    found["made", capture.made[ref.name]] = index
+                elif ref.name in capture.made_before:
+                    found["left", capture.made_before[ref.name]] = index
+        names = [each.ref.name for each in capture.results if isinstance(each, Result)]
+        for kept in (*(capture.made.get(name) for name in names), *capture.left):
+            found.pop(("made", kept), None)  # type: ignore[arg-type]
+        return found
+
+    def _put(self, event: Event) -> None:
+        if isinstance(event, Posted):
+            stream, part = event.stream, self._parts[event.stream]
+            self._states.setdefault(stream, event.state)
+            if self._ends.get(stream, event.state) != event.state:
+                kind, *told = state_words(event.state)
+                part.put(kind, told)
+            self._ends[stream] = event.state
+            operands = [
+                word for each in event.operands for word in ((each.word,) if isinstance(each, Number) else self._ref(each))
+            ]
+            part.put(ring.OPERATION, [event.signature, ("made", event.first) if event.first >= 0 else 0, *operands])
+            part.operations += 1
+        elif isinstance(event, Crossed):
+            where: list[Word] = [event.meta.number, ("region", event.made), ("offset", event.made), event.shift]
+            self._parts[event.source].put(ring.SEND, [*self._ref(event.ref), *where])
+            self._parts[event.stream].put(ring.LAND, [("made", event.made), *where])
+            self._crossings.append(event)
+        else:
+            self._flush()
+            self._steps.append(self._prepared(event))
+
+    def _ref(self, ref: Ref) -> list[Word]:
+        """A tensor at a worker, as words."""
+        capture = self._capture
+        number = capture.made.get(ref.name)
+        if number is not None:
+            return [("brought" if number in self._brought else "made", number), ref.at]
+        index = capture.remote_arguments.get(ref.name)
+        if index is not None:
+            return [("argument", index), -1 if ref.at == -1 else ("at", index, ref.at - capture.offsets[index])]
+        if ref.name in capture.made_before:
+            number = capture.made_before[ref.name]
+            left = self._static.get(number)
+            self._read += self._placed.get(number, ())
+            if left is None:
+                raise NotSupported("it reads what the call before has left, and leaves no such thing")
+            return [left, ref.at]
+        if ref.name not in self._kept:
+            storage = capture.storages[ref.name]() if ref.name in capture.storages else None
+            if storage is None:
+                raise NotSupported("it reads a tensor that is gone")
+            self._kept[ref.name] = storage
+        return [ref.name, ref.at]
+
+    def _free(self, keys: list[tuple[str, int]]) -> None:
+        """Free tensors at their workers: nothing later needs them."""
+        freed: defaultdict[Stream, list[Word]] = defaultdict(list)
+        for kind, number in keys:
+            if kind == "left" and number in self._static:
+                freed[self._homes[number]].append(self._static[number])
+            elif kind == "made" and number not in self._brought:  # that is freed by its storage here
+                freed[self._homes[number]].append(("made", number))
+        for stream, words in freed.items():
+            part = self._parts[stream]
+            part.put(ring.FREE, words)
+            part.freed += [word[1] for word in words if isinstance(word, tuple) and word[1] in self._capture.moved]
+
+    def _flush(self) -> None:
+        programs = []
+        for stream, part in self._parts.items():
+            name = next(names) << 20
+            try:
+                stream.post(part.told(name))
+            except ValueError as error:
+                raise NotSupported(str(error)) from None
+            programs.append((stream, Storage(stream, name, _HELD), part))
+        if programs:
+            self._steps.append(Run(programs, self._crossings))
+        self._parts, self._crossings = defaultdict(Messages), []
+
+    def _prepared(self, event: Ran | Brought | Fetched) -> Any:
+        if isinstance(event, Fetched):
+            return Fetching(event, self._ref(event.ref))
+        if isinstance(event, Brought):
+            return event._replace(source=self._kept_alive(event.source))
+        return event._replace(args=self._kept_alive(event.args), kwargs=self._kept_alive(event.kwargs))
+
+    def _kept_alive(self, value: Any) -> Any:
+        """A value with tensors in the place of kept ones."""
+        if isinstance(value, Plain):
+            local = self._capture.locals[value.key]
+            self._read += self._placed_here.get(local.left, ()) if local.left is not None else ()
+            return (
+                value
+                if local.storage is None or local.argument is not None
+                else _over(local.storage, value.offset, value.geometry)
+            )
+        if isinstance(value, Result):
+            self._ref(value.ref)
+            return value
+        if isinstance(value, dict):
+            return {name: self._kept_alive(each) for name, each in value.items()}
+        return [self._kept_alive(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _ends_of_locals(self) -> None:
+        """Find out behind which step nobody needs a plain storage that the step makes."""
+        ends: dict[int, int] = {}
+        for index, step in enumerate(self._steps):
+            event = step.event if isinstance(step, Fetching) else step
+            for plain in () if isinstance(event, Run) else plains(tuple(event)):
+                ends[plain.key] = index
+        for plain in (*plains(self._results), *(plain for _, plain in self._replaced)):
+            ends.pop(plain.key, None)
+        self._dropped: defaultdict[int, list[int]] = defaultdict(list)
+        for key, index in ends.items():
+            self._dropped[index].append(key)
+
+    # -- a call
+
+    def replay(self, arguments: list[Any]) -> Any:
+        """Do what the step does with other arguments of the same form."""
+        call = Call(arguments)
+        for stream, state in self._states.items():
+            if stream.state != state:
+                stream.tell_state(state)
+        autocast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+        with torch._C._AutoDispatchBelowAutograd(), autocast:
+            for index, step in enumerate(self._steps):
+                if isinstance(step, Run):
+                    self._run(step, call)
+                elif isinstance(step, Ran):
+                    self._here(step, call)
+                elif isinstance(step, Brought):
+                    call.brought[step.made] = step.stream.bring(self._value(step.source, call))[0]
+                else:
+                    event = step.event
+                    name, at = (word if isinstance(word, int) else self._found(word, call) for word in step.words)
+                    call.locals[event.made.key] = event.stream.fetch(name, at, event.meta)
+                for key in self._dropped.get(index, ()):
+                    call.locals.pop(key, None)
+            for ref, plain in self._replaced:
+                found, left = self._value(plain, call), ref()
+                assert left is not None  # ``holds``
+                left.set_(found.untyped_storage(), found.storage_offset(), found.shape, found.stride())
+            results = tree_unflatten(self._returned(call), self._capture.spec)
+        for stream, state in self._ends.items():
+            stream.state = state if state == self._states[stream] else ()
+        self._wrote(arguments)
+        return results
+
+    def _run(self, run: Run, call: Call) -> None:
+        with crossing if run.crossings else contextlib.nullcontext():
+            for event in run.crossings:
+                nbytes = room(event.meta.geometry, event.shift)[0] + HEAD_BYTES
+                with event.stream.lock:
+                    call.places[event.made] = (*event.stream.place(event.source, nbytes), nbytes)
+                event.source.count_move()
+            for stream, program, part in run.programs:
+                given, freed = [call.given(each) for each in part.values], [call.places[number] for number in part.freed]
+                stream.replay(program.name, call.base, given, freed, part.operations)
+
+    def _found(self, word: tuple[Any, ...], call: Call) -> int:
+        return call.base + word[1] if word[0] == "made" else call.given(word)
+
+    def _here(self, event: Ran, call: Call) -> None:
+        args, kwargs = self._filled(event.args, call), self._filled(event.kwargs, call)
+        with contextlib.nullcontext() if event.autocast is None else torch.autocast("cpu", event.autocast, cache_enabled=False):
+            out = event.op.func(*args, **kwargs)
+        found = (
+            [out] if isinstance(out, torch.Tensor) else [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        )
+        for plain, tensor in zip(event.results, found):
+            if self._capture.locals[plain.key].made:
+                call.locals.setdefault(plain.key, tensor)
+
+    def _filled(self, value: Any, call: Call) -> Any:
+        """A value with the tensors of this call."""
+        if isinstance(value, Plain):
+            return self._value(value, call)
+        if isinstance(value, list):
+            return [self._filled(each, call) for each in value]
+        if isinstance(value, dict):
+            return {name: self._filled(each, call) for name, each in value.items()}
+        return value
+
+    def _value(self, plain: Any, call: Call) -> torch.Tensor:
+        if not isinstance(plain, Plain):
+            return plain  # a kept one
+        local, offset = self._capture.locals[plain.key], plain.offset
+        if local.argument is not None:
+            base = call.arguments[local.argument]
+            offset += int(base.storage_offset()) * base.dtype.itemsize
+        elif local.left is not None:
+            base = next(kept for ref, each in self._replaced if each.key == local.left and (kept := ref()) is not None)
+        else:
+            base = call.locals[plain.key]
+        lies = base.shape == plain.geometry.shape and base.stride() == plain.geometry.strides
+        if lies and base.dtype is plain.geometry.dtype and base.storage_offset() * base.dtype.itemsize == offset:
+            return base
+        return _over(base.untyped_storage(), offset, plain.geometry)
+
+    def _returned(self, call: Call) -> list[Any]:
+        capture, found = self._capture, list[Any]()
+        storages: dict[int, Storage] = {}
+        for each in self._results:
+            if not isinstance(each, Result):
+                each = self._filled(each, call)
+                found.append(each.detach() if isinstance(each, torch.Tensor) else each)
+                continue
+            name, offset, at = each.ref.name, each.offset, each.ref.at
+            number = capture.made.get(name)
+            if number is None and name in capture.remote_arguments:
+                index = capture.remote_arguments[name]
+                storage = call.arguments[index]._handle
+                offset += call.arguments[index]._offset - capture.offsets[index]
+                at = at if at == -1 else offset
+            elif number is None:
+                storage = self._kept[name]
+            elif number in capture.left:
+                storage = capture.storages[name]()
+            elif number in self._brought:
+                storage = call.brought[number]
+            else:
+                storage = storages.get(number)
+                if storage is None:
+                    storage = Storage(each.stream, call.base + number, each.nbytes, call.places.get(number))
+                    storages[number] = storage
+            found.append(wrapper(storage, each.meta, offset, at))
+        return found
+
+    def _wrote(self, arguments: list[Any]) -> None:
+        """What was written is another thing for autograd, and for copies of it, from now on."""
+        capture = self._capture
+        for name in capture.written:
+            if name in self._kept:
+                self._kept[name].copies = None
+            elif name in capture.remote_arguments:
+                arguments[capture.remote_arguments[name]]._handle.copies = None
+        for ref in self._left:
+            if (storage := ref()) is not None:
+                storage.copies = None
+        for leaf, grad in self._gradients:
+            if type(grad) is RemoteTensor:
+                grad._handle.copies = None
+            if (tensor := leaf()) is not None and tensor.grad is not grad:
+                tensor.grad = grad
+        torch.autograd.graph.increment_version([each for ref in self._written if (each := ref()) is not None])
+
+    def refresh(self) -> None:
+        """Tell the capture where what it has left lies now."""
+        for ref, plain in self._replaced:
+            if (tensor := ref()) is not None:
+                self._capture.lies_over(plain.key, tensor.untyped_storage())
+
+
+def _over(storage: Any, offset: int, geometry: Geometry) -> torch.Tensor:
+    found = torch.empty(0, dtype=geometry.dtype)
+    return found.set_(storage, offset // geometry.dtype.itemsize, geometry.shape, geometry.strides)
+
+
+def _refs(event: Event) -> list[Ref]:
+    if isinstance(event, Posted):
+        return [each for each in event.operands if isinstance(each, Ref)]
+    return [event.ref] if isinstance(event, Crossed | Fetched) else []
+
+
+def _numbers_made(event: Event) -> range:
+    if isinstance(event, Posted):
+        return range(event.first, event.first + event.results) if event.first >= 0 else range(0)
+    return range(event.made, event.made + 1) if isinstance(event, Brought | Crossed) else range(0)
+
+
+def _homes(events: list[Event]) -> dict[int, Stream]:
+    """Where what is made at workers lies, by number."""
+    return {number: event.stream for event in events if not isinstance(event, Ran) for number in _numbers_made(event)}
+
+
+def _needed(capture: Capture) -> list[Event]:
+    """The events without those whose result nobody needs: they read values for Python."""
+    needed = {plain.key for plain in plains(capture.results)} | capture.left_here
+    names = {ref.name for event in capture.events for ref in _refs(event)}
+    names |= {each.ref.name for each in capture.results if isinstance(each, Result)}
+    found: list[Event] = []
+    for event in reversed(capture.events):
+        if isinstance(event, Brought):
+            if capture.names[event.made] not in names:
+                continue
+            needed.add(event.source.key)
+        elif isinstance(event, Fetched):
+            if event.made.key not in needed:
+                continue
+        elif isinstance(event, Ran):
+            outside = any(not capture.locals[key].made for key in event.written)
+            made = {*event.written, *(plain.key for plain in event.results)}
+            if not (event.op.random or outside or made & needed):
+                continue
+            needed |= {plain.key for plain in plains([event.args, event.kwargs])}
+        found.append(event)
+    return found[::-1]

@@ -1,0 +1,500 @@
+"""A step that is posted again without Python does what Python does, or Python runs: beside one process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from standing_group import StandingGroup
+from torch import nn
+
+import rdmarpc as rpc
+from rdmarpc.places import streams
+
+HALVES = {"0": "worker1", "2": "worker2"}
+Step = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[StandingGroup]:
+    found = StandingGroup(3)
+    yield found
+    found.end()
+
+
+def mlp(*between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), *(between or (nn.Tanh(),)), nn.Linear(8, 3))
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def trains(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        out = net(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        return loss, out
+
+    return step
+
+
+def batches(count: int, size: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 6, generator=draw), torch.randn(size, 3, generator=draw)) for _ in range(count)]
+
+
+def home(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+class Pair:
+    """A model in one process and one that lies elsewhere, each with a step."""
+
+    def __init__(self, net: nn.Module, optimizer: Any, placement: Any, make: Any = trains, **options: Any) -> None:
+        self.alone, self.placed = net, rpc.wrap(copy.deepcopy(net), placement)
+        self.one, self.other = optimizer(self.alone.parameters()), optimizer(self.placed.parameters())
+        self.step, self.graph = make(self.alone, self.one), rpc.graphed(make(self.placed, self.other), **options)
+
+    def both(self, *args: Any) -> Any:
+        """Call both, and compare results, gradients, parameters and buffers. Returns what the graph gave."""
+        state = torch.get_rng_state()
+        wanted = self.step(*args)
+        torch.set_rng_state(state)
+        found = self.graph(*args)
+        for one, other in zip(torch.utils._pytree.tree_leaves(wanted), torch.utils._pytree.tree_leaves(found)):
+            assert torch.equal(home(one), home(other)) if isinstance(one, torch.Tensor) else one == other
+        self.same()
+        return found
+
+    def same(self) -> None:
+        for (name, one), other in zip(self.alone.named_parameters(), self.placed.parameters()):
+            assert torch.equal(home(one), home(other)), name
+            assert (one.grad is None) == (other.grad is None), name
+            assert one.grad is None or torch.equal(home(one.grad), home(other.grad)), f"gradient of {name}"
+        for (name, one), other in zip(self.alone.named_buffers(), self.placed.named_buffers()):
+            assert torch.equal(home(one), home(other[1])), name
+
+    def end(self, replays: int, runs: int | None = None) -> None:
+        assert self.graph.replays == replays, (self.graph.replays, self.graph.runs, self.graph.why)
+        assert runs is None or self.graph.runs == runs, (self.graph.runs, self.graph.why)
+        self.placed.close()
+
+
+NETS = {
+    "layers": (mlp, momentum, {"": "worker1"}),
+    "two places": (mlp, momentum, HALVES),
+    "fused": (mlp, fused, HALVES),
+    "a layer here": (mlp, momentum, {"2": "worker1"}),
+    "the last one here": (mlp, fused, {"0": "worker1"}),
+    "dropout": (lambda: mlp(nn.Dropout(0.4), nn.Tanh()), momentum, {"0": "worker1", "3": "worker2"}),
+    "batch norm": (lambda: mlp(nn.BatchNorm1d(8), nn.Tanh()), fused, {"": "worker2"}),
+    "batch norm here": (lambda: mlp(nn.BatchNorm1d(8), nn.Tanh()), momentum, {"3": "worker1"}),
+    "replicas": (mlp, momentum, {"0": ["worker1", "worker2"]}),
+    "attention": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 8, 0.1, batch_first=True), nn.Flatten(),
+                              nn.Linear(6, 3)), momentum, {"1": "worker1", "3": "worker2"},
+    ),
+}  # fmt: skip
+
+
+def like_one_process(name: str) -> None:
+    make, optimizer, placement = NETS[name]
+    torch.manual_seed(0)
+    net = make()
+    if name == "replicas":  # shards are summed in their own order: beside the same that runs Python
+        net = rpc.wrap(net, placement)
+    pair = Pair(net, optimizer, placement)
+    for x, y in batches(9):
+        pair.both(x, y)
+    pair.end(replays=6, runs=3)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_like_one_process(group, name):
+    group.run(like_one_process, name)
+
+
+def results_are_new() -> None:
+    pair = Pair(mlp(), momentum, HALVES)
+    kept, wanted = [], []
+    for x, y in batches(8):
+        loss, out = pair.both(x, y)
+        assert not loss.requires_grad
+        kept.append((loss, out))
+        wanted.append((home(loss), home(out)))
+    assert all(torch.equal(home(a), b) for one, other in zip(kept, wanted) for a, b in zip(one, other))
+    pair.end(replays=5)
+
+
+def test_results_are_new(group):
+    group.run(results_are_new)
+
+
+def forms() -> None:
+    """Batches of other sizes, evaluation, another mode of torch and a schedule are forms of their own."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if not net.training:
+                return net(x)
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    pair = Pair(mlp(nn.BatchNorm1d(8), nn.Dropout(0.5)), momentum, HALVES | {"2": "worker1", "3": "worker2"}, make)
+    for turn in range(12):
+        for size in (4, 3):
+            pair.both(*batches(turn + 1, size)[-1])
+        for each in (pair.alone, pair.placed):
+            each.eval()
+        with torch.no_grad():
+            pair.both(*batches(turn + 1)[-1])
+        pair.both(*batches(turn + 1)[-1])
+        for each in (pair.alone, pair.placed):
+            each.train()
+        if turn == 6:
+            for optimizer in (pair.one, pair.other):
+                optimizer.param_groups[0]["lr"] = 0.03
+    replays = pair.graph.replays
+    assert replays > 20, (replays, pair.graph.runs, pair.graph.why)
+    pair.end(replays)
+
+
+def test_forms(group):
+    group.run(forms)
+
+
+def accumulates() -> None:
+    """Micro-batches, gradients that stay and are added to, and clipping."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            if isinstance(net, rpc.places.WrappedModel):
+                loss = net.forward_backward(F.mse_loss, x, target=y, chunks=2)
+            else:
+                losses = [F.mse_loss(net(a), b) * 0.5 for a, b in zip(x.chunk(2), y.chunk(2))]
+                for each in losses:
+                    each.backward()
+                loss = losses[0] + losses[1]
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            return loss
+
+        return step
+
+    pair = Pair(mlp(), momentum, HALVES, make)
+    for x, y in batches(9):
+        pair.both(x, y)
+    assert pair.graph.replays >= 4, pair.graph.why
+    pair.end(pair.graph.replays)
+
+
+def test_accumulates(group):
+    group.run(accumulates)
+
+
+def arguments() -> None:
+    """Slices of a data set at a worker, of one here, and constants."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor, scale: float, pair: dict[str, torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (net(x[:, :6]) * scale).pow(2).sum() + pair["a"].sum() * 0
+            loss.backward()
+            optimizer.step()
+            pair["a"].mul_(2)
+            return loss
+
+        return step
+
+    torch.manual_seed(3)
+    pair = Pair(mlp(), momentum, HALVES, make)
+    data = torch.randn(40, 7)
+    there, ones = data.to(rpc.device("worker1")), torch.ones(2).to(rpc.device("worker2"))
+    for turn in range(16):
+        scale = 2.0 if turn % 8 == 7 else 0.5
+        part = slice(2 * turn, 2 * turn + 2)
+        wanted = pair.step(data[part], scale, {"a": torch.ones(2)})
+        found = pair.graph(there[part] if turn > 7 else data[part], scale, {"a": ones})
+        assert torch.equal(home(wanted), home(found)), turn
+        pair.same()
+    assert home(ones).tolist() == [2.0**16] * 2
+    assert pair.graph.replays >= 6, pair.graph.why
+    with pytest.raises(rpc.NotSupported, match="require grad"):
+        pair.graph(data[:2].requires_grad_(), 0.5, {"a": ones})
+    with pytest.raises(rpc.NotSupported, match="not a ndarray"):
+        pair.graph(data[:2].detach().numpy(), 0.5, {"a": ones})
+    pair.end(pair.graph.replays)
+
+
+def test_arguments(group):
+    group.run(arguments)
+
+
+def reads(net: nn.Module, optimizer: Any) -> Step:
+    step = trains(net, optimizer)
+
+    def reading(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss, out = step(x, y)
+        return loss if loss.item() < 0.3 else out
+
+    return reading
+
+
+def keeps(net: nn.Module, optimizer: Any) -> Step:
+    step, kept = trains(net, optimizer), []
+
+    def keeping(x: torch.Tensor, y: torch.Tensor) -> Any:
+        kept.append(step(x, y)[0].detach())
+        return kept[-1]
+
+    return keeping
+
+
+def counts(net: nn.Module, optimizer: Any) -> Step:
+    step, calls = trains(net, optimizer), [0]
+
+    def counting(x: torch.Tensor, y: torch.Tensor) -> Any:
+        calls[0] += 1
+        return step(x * calls[0], y)
+
+    return counting
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+REFUSED = {
+    "item": (reads, momentum, "_local_scalar_dense waits"),
+    "kept": (keeps, momentum, "keeps a tensor of each call"),
+    "number": (counts, momentum, "another number"),
+    "adam": (trains, adam, "another number"),
+}
+
+
+def python_runs(name: str) -> None:
+    make, optimizer, why = REFUSED[name]
+    pair = Pair(mlp(), optimizer, HALVES, make)
+    for x, y in batches(12):
+        pair.both(x, y)
+    assert why in pair.graph.why, pair.graph.why
+    pair.end(replays=0, runs=12)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_python_runs(group, name):
+    group.run(python_runs, name)
+
+
+def replaced() -> None:
+    """Tensors of the step are replaced between calls: Python runs, and is captured again."""
+    pair = Pair(mlp(), fused, HALVES)
+
+    def calls(count: int) -> None:
+        for x, y in batches(count):
+            pair.both(x, y)
+
+    calls(6)
+    before = pair.graph.runs
+    for net in (pair.alone, pair.placed):
+        net[0].weight.grad = None
+    calls(4)
+    assert pair.graph.runs == before + 1
+    for optimizer in (pair.one, pair.other):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    calls(5)
+    assert before + 2 <= pair.graph.runs <= before + 4
+    runs = pair.graph.runs
+    pair.alone[2].weight.data, kept = torch.ones(3, 8), pair.placed[2].weight.data
+    pair.placed[2].weight.data = torch.ones(3, 8)
+    calls(5)
+    assert pair.graph.runs > runs and kept.shape == (3, 8)
+    with torch.no_grad():
+        for net in (pair.alone, pair.placed):
+            net[2].weight.mul_(0.5)
+            net[0].bias.copy_(torch.arange(8.0))
+    runs = pair.graph.runs
+    calls(3)
+    assert pair.graph.runs == runs  # written in place: nothing has changed for the graph
+    pair.end(pair.graph.replays)
+
+
+def test_replaced(group):
+    group.run(replaced)
+
+
+def seen_by_autograd() -> None:
+    """A graph of a forward is out of date when a replay has written its parameters, and copies of them are made anew."""
+    pair = Pair(mlp(), momentum, HALVES)
+    for x, y in batches(5):
+        pair.both(x, y)
+    for net, step in ((pair.alone, pair.step), (pair.placed, pair.graph)):
+        loss = net(x).sum()
+        first = home(net[2].weight)
+        step(x, y)
+        assert not torch.equal(first, home(net[2].weight))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    pair.same()
+    pair.end(pair.graph.replays)
+
+
+def test_seen_by_autograd(group):
+    group.run(seen_by_autograd)
+
+
+def checked() -> None:
+    """Python that does something else is found by ``check``."""
+    factor = [1.0]
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        step = trains(net, optimizer)
+        return lambda x, y: step(x.mul(factor[0]), y)
+
+    pair = Pair(mlp(), momentum, HALVES, make, check=5)
+    for x, y in batches(11):
+        pair.both(x, y)
+    assert pair.graph.runs == 5 and pair.graph.replays == 6, (pair.graph.runs, pair.graph.why)
+    factor[0] = 2.0
+    for x, y in batches(3):
+        pair.graph(x, y)
+    with pytest.raises(RuntimeError, match=r"does something else than what was captured: aten::mul"):
+        pair.graph(x, y)
+    pair.placed.close()
+
+
+def test_checked(group):
+    group.run(checked)
+
+
+def late_errors() -> None:
+    """An error in a replay comes late, with the line of the call; then all goes on."""
+    table = nn.Embedding(5, 3)
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(index: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(index).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    pair = Pair(table, momentum, {"": "worker1"}, make)
+    index = torch.arange(4)
+    for _ in range(6):
+        pair.both(index)
+    loss = pair.graph(index + 3)
+    with pytest.raises(IndexError) as caught:
+        loss.item()
+    assert "a graphed step, posted by File" in str(caught.value.__notes__) and "test_graphed.py" in str(caught.value.__notes__)
+    with pytest.raises(rpc.RdmaError, match="not computed"):
+        loss.item()
+    again = Pair(nn.Embedding(5, 3), momentum, {"": "worker1"}, make)
+    for _ in range(6):
+        again.both(index)
+    again.end(replays=3)
+    pair.placed.close()
+
+
+def test_late_errors(group):
+    group.run(late_errors)
+
+
+def nothing_stays() -> None:
+    """Memory at the workers does not grow from call to call, and programs are dropped with their graph."""
+    pair = Pair(mlp(nn.Dropout(0.2)), fused, HALVES)
+    for x, y in batches(8):
+        pair.both(x, y)
+
+    def tensors() -> list[int]:
+        [stream.synchronize() for stream in streams()]
+        return [rpc.rpc_sync(name, tensors_here) for name in ("worker1", "worker2")]
+
+    before = tensors()
+    for x, y in batches(100):
+        pair.graph(x, y)
+    assert max(after - now for after, now in zip(tensors(), before)) <= 20, (before, tensors())  # names wait to be freed
+    pair.end(pair.graph.replays)
+
+
+def tensors_here() -> int:
+    from rdmarpc.places import runners
+
+    return sum(len(runner.values) for each in runners._runners.values() for runner in each.values())
+
+
+def test_nothing_stays(group):
+    group.run(nothing_stays)
+
+
+def many_words() -> None:
+    """A step of more words than one program has, and large tensors between workers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    placement = {f"{index}": f"worker{1 + index // 2 % 2}" for index in range(120)}
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    pair = Pair(net, momentum, placement, make)
+    for turn in range(6):
+        pair.both(torch.randn(300, 64, generator=torch.Generator().manual_seed(turn)))
+    pair.end(replays=3)
+
+
+def test_many_words(group):
+    group.run(many_words)
+
+
+def within_autocast() -> None:
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    pair = Pair(mlp(), momentum, {"2": "worker1"}, make)
+    for x, y in batches(7):
+        pair.both(x, y)
+    assert pair.graph.replays >= 3, pair.graph.why
+    x, y = batches(1)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(6):
+            pair.both(x, y)
+    pair.end(pair.graph.replays)
+
+
+def test_within_autocast(group):
+    group.run(within_autocast)
