@@ -5,8 +5,9 @@ transformer blocks, where computing is.
     python -m experiments.steps --only blocks --rounds 9 --device tcp
 
 All models are driven by worker 0 and take turns, round by round. *read*: the loss is asked for in every step; *not read*: after
-the last of a round only. Times are medians of the rounds, least ones in brackets, one thread a process; *first* is the first
-step of all, in steps of one process.
+the last of a round only. *graphed*: the same step by ``rdmarpc.graphed``, read and not read, "-" where it runs as Python.
+Times are medians of the rounds, least ones in brackets, one thread a process; *first* is the first step of all, in steps of
+one process.
 """
 
 import argparse
@@ -61,12 +62,17 @@ def adamw_foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3, foreach=True)
 
 
+def adamw_fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3, fused=True)
+
+
 ALL, HALVES = {"": "worker1"}, {"0-5": "worker1", "6-11": "worker2"}
 CASES = (
     Case("layers", "two layers at a worker, SGD", layers, (8, 16), ALL, 40, sgd),
     Case("layers", "one of two layers at a worker, SGD", layers, (8, 16), {"2": "worker1"}, 40, sgd),
     Case("layers", "two layers at a worker, AdamW", layers, (8, 16), ALL, 40, adamw),
     Case("layers", "two layers at a worker, AdamW of lists", layers, (8, 16), ALL, 40, adamw_foreach),
+    Case("layers", "two layers at a worker, fused AdamW", layers, (8, 16), ALL, 40, adamw_fused),
     Case("blocks", "12 blocks at a worker, SGD", blocks, (SAMPLES, TOKENS, WIDTH), ALL, 2, sgd),
     Case("blocks", "12 blocks at two workers, SGD", blocks, (SAMPLES, TOKENS, WIDTH), HALVES, 2, sgd),
     Case("blocks", "12 blocks at two workers, 4 micro-batches", blocks, (SAMPLES, TOKENS, WIDTH), HALVES, 2, sgd, 4),
@@ -119,12 +125,24 @@ def measure(rpc: Any, case: Case, rounds: int) -> dict[str, list[float]]:
     def read_ours() -> float:
         return ours().item()
 
-    found: dict[str, list[float]] = {"first": [seconds(read_ours, 1)], "one process": [], "read": [], "not read": []}
-    for _ in range(rounds + 1):
-        found["one process"].append(seconds(read_one, case.steps))
-        found["read"].append(seconds(read_ours, case.steps))
-        found["not read"].append(seconds(ours, case.steps, read_ours))
-    for key in ("one process", "read", "not read"):
+    def read_graph() -> float:
+        return graph().item()
+
+    found: dict[str, list[float]] = {"first": [seconds(read_ours, 1)]}
+    graph = rpc.graphed(ours)
+    for _ in range(5):
+        graph()
+    runs: dict[str, Callable[[], float]] = {
+        "one process": lambda: seconds(read_one, case.steps),
+        "read": lambda: seconds(read_ours, case.steps),
+        "not read": lambda: seconds(ours, case.steps, read_ours),
+    }
+    if graph.replays:
+        runs["graphed"] = lambda: seconds(read_graph, case.steps)
+        runs["graphed, not read"] = lambda: seconds(graph, case.steps, read_graph)
+    for key, run in [*runs.items()] * (rounds + 1):
+        found.setdefault(key, []).append(run())
+    for key in runs:
         del found[key][0]  # a warm-up
     model.close()
     return found
@@ -145,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="shm")
     job = vars(parser.parse_args())
-    print(f"{'':42}{'one process':>13}{'read':>16}{'not read':>16}{'first':>7}")
+    print(f"{'':42}{'one process':>13}{'read':>15}{'not read':>15}{'graphed':>15}{'.. not read':>15}{'first':>7}")
     with tempfile.TemporaryDirectory() as folder:
         run_job([Group("steps", work, 3)], job | {"meeting_place": folder}, show, 1800)
 
@@ -153,8 +171,12 @@ def main() -> None:
 def show(group: str, event: tuple[Any, ...]) -> None:
     _, name, found = event
     one, least = statistics.median(found["one process"]), min(found["one process"])
-    times = [f"{statistics.median(found[key]) / one:.2f}x ({min(found[key]) / least:.2f})" for key in ("read", "not read")]
-    print(f"{name:42}{1e6 * one:10.0f} us{times[0]:>16}{times[1]:>16}{found['first'][0] / one:7.1f}", flush=True)
+    times = [
+        f"{statistics.median(found[key]) / one:.2f}x ({min(found[key]) / least:.2f})" if key in found else "-"
+        for key in ("read", "not read", "graphed", "graphed, not read")
+    ]
+    columns = "".join(f"{each:>15}" for each in times)
+    print(f"{name:42}{1e6 * one:10.0f} us{columns}{found['first'][0] / one:7.1f}", flush=True)
 
 
 if __name__ == "__main__":

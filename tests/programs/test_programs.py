@@ -52,6 +52,13 @@ def test_drawn_programs():
     assert not [text for text in found if ": metadata: " not in text]
 
 
+def test_drawn_steps_without_python():
+    """Steps as graphs (``rdmarpc.graphed``)."""
+    jobs = {str(seed): ("text", drawn_programs.graphed_source(drawn_programs.recipe(seed))) for seed in range(30)}
+    found = failures("graphed", jobs, ALLOWED)
+    assert not [text for text in found if ": metadata: " not in text]
+
+
 def test_programs_repeat():
     """Else a difference would say nothing."""
     assert not failures("identity", {**drawn(*range(100, 130)), **chosen(0)})

@@ -3,6 +3,7 @@ another."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,3 +142,22 @@ class Total(nn.Module):
 
 def test_there_is_one_logical_copy(drive):
     drive(one_copy)
+
+
+def placed_anew() -> None:
+    """A model, or a copy of one, that is wrapped again lies where the last call says, with so many replicas."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, alone = torch.randn(8, 4), copy.deepcopy(net)
+    model = rpc.wrap(net, {"0": ["worker1", "worker2"], "2": "worker1"})
+    for again in (copy.deepcopy(model), model):
+        again = rpc.wrap(again, {"0": ["worker2", "worker1"], "2": "worker2"})
+        assert again[0].weight.place == again[2].weight.place == "worker2"
+        shards = torch.cat([alone[0](shard) for shard in x.chunk(2)])
+        assert torch.equal(again(x).cpu(), alone[2](alone[1](shards)))
+        again = rpc.wrap(again, {"2": "worker1"})
+        assert torch.equal(again(x).cpu(), alone(x)) and again[2].weight.place == "worker1"
+    model.close()
+
+
+def test_placed_anew(drive):
+    drive(placed_anew)
