@@ -79,6 +79,7 @@ class Operator:
         "fills",
         "first_written",
         "foreach",
+        "foreign",
         "func",
         "geometry",
         "identity",
@@ -103,7 +104,9 @@ class Operator:
         schema, tags = func._schema, func.tags
         self.func, self.name = func, func.name()
         base = self.name.partition(".")[0]
-        bare = base.partition("::")[2]
+        space, _, bare = base.partition("::")
+        self.foreign = space != "aten"
+        """Not one of torch's own, whose tags are complete but for what this file says."""
         arguments, returns = schema.arguments, schema.returns
         written: list[int | str] = []
         for position, argument in enumerate(arguments):

@@ -685,6 +685,7 @@ def _ask(
     place: Stream, op: Operator, form: tuple[Any, ...], known: Known | None, words: list[int], args: Any, kwargs: Any
 ) -> Any:
     """A form that is new, or whose results depend on values: the worker says what came out."""
+    is_new = known is None
     if known is None:
         takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
         if op.identity:
@@ -722,7 +723,7 @@ def _ask(
                 results.append(("new", nbytes, meta, offset))
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
     sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
-    if not sparse and not (op.dynamic and op.sized_by_values(args)):
+    if is_new and not sparse and not (op.dynamic and op.sized_by_values(args)) and _sized_by_shapes(op, args, kwargs):
         known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
@@ -734,6 +735,24 @@ def _ask(
         place.forget_forms()
     place.known[_grad()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
+
+
+def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
+    """Whether shapes of operands give those of results. Tags of operators that are not torch's do not tell, but a kernel for
+    tensors without values does, if it gives anything."""
+    if not op.foreign:
+        return True
+    try:
+        like_args, like_kwargs = _without_memory((args, kwargs))
+        op.func(*like_args, **like_kwargs)
+        return True
+    except Exception:
+        return False
+
+
+def _without_memory(value: Any) -> Any:
+    """The same arguments, with tensors of device "meta"."""
+    return tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value)
 
 
 def _lists(op: Operator) -> bool:
@@ -904,8 +923,7 @@ def _made_at(device: torch.device, op: Operator, args: tuple[Any, ...], kwargs: 
     """What is made like a tensor, on another device."""
     if device.type == DEVICE:
         return at_place(run(op, args, {**kwargs, "device": _CPU}), place_named(device))
-    like = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
-    return op.func(*like, **kwargs)
+    return op.func(*_without_memory(args), **kwargs)
 
 
 def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -18,13 +18,13 @@ def _graph(n: int) -> Any:
 
 
 class Classifier(nn.Module):
-    def __init__(self, kind: str, pool: str = "global_mean_pool") -> None:
+    def __init__(self, kind: str, pool: str = "global_mean_pool", dropout: float = 0.0) -> None:
         super().__init__()
         make = getattr(gnn, kind)
         if kind == "GINConv":
             layers = [make(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) for _ in range(3)]
         elif kind == "GATConv":
-            layers = [make(8, 4, heads=2) for _ in range(3)]
+            layers = [make(8, 4, heads=2, dropout=dropout) for _ in range(3)]
         else:
             layers = [make(8, 8) for _ in range(3)]
         self.layers, self.head, self.pool = nn.ModuleList(layers), nn.Linear(8, 3), pool
@@ -72,6 +72,7 @@ def _of(kind: str, **more: Any) -> Entry:
 ENTRIES: dict[str, Entry] = {
     "GCN": _of("GCNConv"),
     "GAT": _of("GATConv"),
+    "GAT, dropout": Entry(lambda: Classifier("GATConv", dropout=0.3), _graph),
     "GIN": _of("GINConv"),
     "GraphSAGE": _of("SAGEConv"),
     "TransformerConv": _of("TransformerConv"),

@@ -132,7 +132,6 @@ ENTRIES: dict[str, Entry] = {
         Nested,
         lambda n: (([torch.randn(2 + n, 6), torch.randn(5, 6)],), {}),
         places=({"two": "worker1"},),
-        refused="nested tensors cannot lie at a worker",
     ),
     "actor that draws": Entry(Sampling, vectors(8), loss=lambda out: total(list(out.values()))),
     "recurrent state kept": Entry(Stateful, lambda n: ((torch.randn(2, 5, 6),), {}), places=("half", {"cell": "worker1"})),

@@ -11,8 +11,6 @@ from group import results, run_group
 
 import rdmarpc as rpc
 
-from .entry import without_chance
-
 TOKENS = torch.tensor([[5, 9, 12, 7], [8, 3, 4, 30]])
 CASES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("GPT-2", {"transformer.h.1": "worker1"}, {"do_sample": True}),
@@ -33,7 +31,7 @@ def generate(rank: int) -> None:
 
         for name, placement, more in CASES:
             torch.manual_seed(1)
-            net = without_chance(ENTRIES[name].make())
+            net = ENTRIES[name].make()
             twin = copy.deepcopy(net)
             model = rpc.wrap(net, placement)
             assert isinstance(model, type(twin)) and type(model.config) is type(twin.config), name
