@@ -26,10 +26,8 @@ def _made(make: Callable[[], nn.Module], size: int = 32) -> Entry:
 
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
-DROPPING: dict[str, Any] = {
-    name: 0.2
-    for name in ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
-}
+_RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+DROPPING: dict[str, Any] = dict.fromkeys(_RATES, 0.2)
 
 ENTRIES: dict[str, Entry] = {
     "vit_tiny": _of("vit_tiny_patch16_224", places=("half", "thirds"), **TINY),

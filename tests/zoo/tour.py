@@ -1,7 +1,8 @@
 """``python -m tests.zoo.tour``: train every model and loop of the zoo three ways, and print what came of it.
 
 Arguments choose: names of families, or parts of names of entries. ``--tables docs`` writes the rows of whole families into
-``docs/models.tsv`` and their numbers between the marks of ``docs/models.md``. The status is 1 if an entry is not what it should be: equal, or refused with the reason it states.
+``docs/models.tsv`` and their numbers between the marks of ``docs/models.md``. The status is 1 if an entry is not what it
+should be: equal, or refused with the reason it states.
 """
 
 from __future__ import annotations
