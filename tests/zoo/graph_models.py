@@ -49,6 +49,31 @@ class Pooled(nn.Module):
         return self.head(gnn.global_max_pool(F.relu(self.two(x, edges)), of))
 
 
+class Attending(Classifier):
+    """Message passing and attention over whole graphs, with dropout of both."""
+
+    def __init__(self) -> None:
+        super().__init__("GCNConv")
+        self.layers = nn.ModuleList(gnn.GPSConv(8, layer, heads=2, dropout=0.1) for layer in self.layers)
+
+    def forward(self, x, edges, of):
+        for layer in self.layers:
+            x = layer(x, edges, of)
+        return self.head(gnn.global_mean_pool(x, of))
+
+
+class Coarsened(Pooled):
+    """Its pooling multiplies sparse matrices in CSR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = gnn.ASAPooling(8, 0.5)
+
+    def forward(self, x, edges, of):
+        x, edges, _, of, _ = self.pool(F.relu(self.one(x, edges)), edges, batch=of)
+        return self.head(gnn.global_max_pool(F.relu(self.two(x, edges)), of))
+
+
 class OnData(nn.Module):
     """Takes a ``Batch`` of graphs, as loaders give it."""
 
@@ -78,5 +103,8 @@ ENTRIES: dict[str, Entry] = {
     "TransformerConv": _of("TransformerConv"),
     "GATv2, attention pooling": Entry(lambda: Classifier("GATv2Conv", "global_add_pool"), _graph),
     "top-k pooling": Entry(Pooled, _graph),
+    "ASA pooling": Entry(Coarsened, _graph),
+    "graph U-Net": Entry(lambda: gnn.GraphUNet(8, 8, 3, 2), _graph),
+    "GPS": Entry(Attending, _graph),
     "GCN on Data": Entry(OnData, _data),
 }

@@ -34,6 +34,7 @@ from .rare_nets import (
     Equilibrium,
     FakeQuant,
     HookedLora,
+    Kinds,
     Nested,
     Ragged,
     Sampling,
@@ -138,4 +139,5 @@ ENTRIES: dict[str, Entry] = {
     "weights computed": Entry(Standardized, vectors(20), places=("half", {"two": "worker1"})),
     "mixture of depths": Entry(Depths, tokens()),
     "kernel and solve": Entry(Distances, vectors(20)),
+    "kinds that stay here": Entry(Kinds, vectors(20), served=False),
 }

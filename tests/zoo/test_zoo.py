@@ -12,7 +12,7 @@ from .tour import visit
 from .training_loops import ENTRIES as LOOPS
 from .zoo_tables import BEGIN, END, HEAD, line, read, summary
 
-PLAIN = ("LSTM tagger", "tied language model", "MoE, by tokens", "DLRM", "FNO", "UNet")
+PLAIN = ("LSTM tagger", "tied language model", "MoE, by tokens", "DLRM", "FNO", "UNet", "kinds that stay here")
 STEPS = ("gradient accumulation", "OneCycleLR", "two optimizers", "frozen and back", "GAN", "micro-batches")
 FIRST = {
     "torchvision": ["squeezenet1_1"],
