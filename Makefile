@@ -4,7 +4,7 @@
 # make paper  every experiment of the papers, one report; ARGS='quick=true' takes minutes, ARGS='only=mlsys' a part (docs/experiments.md)
 # make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
 # make campaign  faults, mutated frames and strangers, for as long as ARGS='--minutes 10' says (docs/trust.md)
-# make zoo   real models and training loops beside one process, and the tables of docs/models.md; ARGS='GPT-2 loops' chooses
+# make zoo   real models and training loops beside one process, and docs/models.tsv; ARGS='GPT-2 loops' chooses
 # make clients  libraries that import torch's RPC, plainly and through rdmarpc run (docs/clients.md); ARGS='pippy_stages' chooses
 # make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
 # make vm-bench  the verbs device beside perftest and torch RPC, in such a guest
@@ -63,7 +63,7 @@ test-cuda: $(INSTALLED)
 # torch is installed before, so that torchvision does not choose it; beside a torch for CPUs its compiled operators are missing.
 zoo: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[zoo]'
-	$(BIN)/python -m tests.zoo.tour $(ARGS) $(if $(ARGS),,--table docs/models.md)
+	$(BIN)/python -m tests.zoo.tour $(ARGS) $(if $(ARGS),,--tables docs)
 
 clients: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients]'

@@ -431,7 +431,8 @@ def _strange(tensor: torch.Tensor) -> str | None:
         return f"is a {type(tensor).__name__}"
     if tensor.device.type != "cpu":
         return f"lies at {tensor.device}"
-    return "is quantized, conjugated or negated" if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() else None
+    strange = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    return "is quantized, nested, conjugated or negated" if strange else None
 
 
 def _operands(op: Operator, args: Any, kwargs: Any) -> list[Ref | Number]:

@@ -53,16 +53,18 @@ REFUSED = {
     "aten::set_": "what a tensor at a worker lies over cannot be replaced (`.data =` does that)",
     "aten::resize_": RESIZED,
     "aten::resize_as_": RESIZED,
-    "aten::_nested_tensor_from_tensor_list": "nested tensors cannot lie at a worker",
-    "aten::quantize_per_tensor": "quantized tensors cannot lie at a worker",
-    "aten::quantize_per_channel": "quantized tensors cannot lie at a worker",
-    "aten::quantize_per_tensor_dynamic": "quantized tensors cannot lie at a worker",
-    "aten::to_mkldnn": "tensors of MKL-DNN's layout cannot lie at a worker",
     "aten::_make_dual": "forward-mode AD is not known to tensors that lie at workers",
     "aten::_fw_primal": "forward-mode AD is not known to tensors that lie at workers",
 }
 """Operators that are refused, and why."""
-
+_HERE = (
+    "_nested_tensor_from_tensor_list",
+    "quantize_per_tensor",
+    "quantize_per_channel",
+    "quantize_per_tensor_dynamic",
+    "to_mkldnn",
+)
+"""Operators whose results cannot lie at a worker."""
 
 _IDENTITY = ("_native_multi_head_attention",)
 """Operators that compute otherwise where operands are one object."""
@@ -79,8 +81,10 @@ class Operator:
         "fills",
         "first_written",
         "foreach",
+        "foreign",
         "func",
         "geometry",
+        "here",
         "identity",
         "in_python",
         "kept",
@@ -103,7 +107,9 @@ class Operator:
         schema, tags = func._schema, func.tags
         self.func, self.name = func, func.name()
         base = self.name.partition(".")[0]
-        bare = base.partition("::")[2]
+        space, _, bare = base.partition("::")
+        self.foreign = space != "aten"
+        """Not one of torch's own, whose tags are complete but for what this file says."""
         arguments, returns = schema.arguments, schema.returns
         written: list[int | str] = []
         for position, argument in enumerate(arguments):
@@ -144,8 +150,9 @@ class Operator:
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
         self.identity = bare in _IDENTITY
+        self.here = bare in _HERE
         placing = any(argument.name == "device" for argument in arguments)
-        special = placing or self.identity or self.read_here or self.refused or self.in_python or self.composite
+        special = placing or self.identity or self.read_here or self.here or self.refused or self.in_python or self.composite
         special = special or self.view or self.geometry or self.foreach or self.random
         self.plain = not special
         """Whether it is posted as it is."""

@@ -274,9 +274,9 @@ class Recorder:
         return f"{known.path}: {operation}" if known is not None and known.path else f"{operation}()"
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
-        strided = tensor.layout is torch.strided
+        strided = tensor.layout is torch.strided and not tensor.is_nested
         strides, offset = (tensor.stride(), int(tensor.storage_offset())) if strided else ((), 0)
-        return Operand(self._storage(tensor), tuple(tensor.shape), strides, str(tensor.dtype)[6:], offset)
+        return Operand(self._storage(tensor), _shape(tensor), strides, str(tensor.dtype)[6:], offset)
 
     def _storage(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage."""
@@ -293,6 +293,11 @@ class Recorder:
             known = self._local[storage._cdata] = StorageWeakRef(storage), number
             self._sizes[number] = storage.nbytes()
         return known[1]
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested one the number of its rows, which have shapes of their own."""
+    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def _over(name: int, at: int, meta: Meta) -> Operand:
@@ -315,6 +320,8 @@ class _Here(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each is not RemoteTensor for each in types):
+            return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
         out = func(*args, **(kwargs or {}))
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
@@ -399,7 +406,7 @@ class FirstSteps:
             self.end()
         net = self._net()
         inputs = {} if net is None else _inputs(net, args, kwargs)
-        form = torch.is_grad_enabled(), *[(leaf.shape, leaf.dtype) for leaf in inputs.values()]
+        form = torch.is_grad_enabled(), *[(_shape(leaf), leaf.dtype) for leaf in inputs.values()]
         found = self._found.pop(form, None)
         if found is None:
             if len(self._found) == _FORMS:

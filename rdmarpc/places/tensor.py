@@ -9,6 +9,9 @@ PyTorch runs the program: autograd, views, versions and modules are its own. Onl
 4. else where the first parameter among its operands lies, or a view of one (``Storage.anchor``);
 5. else where the latest remote operand lies.
 
+Where an operand, or a result, cannot lie at a worker (``StaysHere``: most layouts, quantized tensors, objects of this process),
+the operation runs here. With an operand of a class that has a dispatch of its own it is left to that class.
+
 An operand that lies elsewhere is copied there below autograd: no node is added. A copy keeps strides and the address modulo 64,
 because kernels choose by both in which order they add up. A copy of a remote operand is used again until that is written; a
 plain tensor of this process is copied at each use, since numpy and others write it unseen.
@@ -65,6 +68,8 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if len(types) > 1 and (rest := _other_class(types)) is not None:
+            return rest
         op = known_operators.get(id(func)) or operator(func)
         return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
 
@@ -270,6 +275,13 @@ def _dense(tensor: RemoteTensor) -> bool:
     return geometry.span == geometry.numel and geometry.numel * geometry.dtype.itemsize == tensor._handle.nbytes
 
 
+def _other_class(types: Any) -> Any:
+    """``NotImplemented``, by which torch asks another class, if an operand is of one. Fake tensors would know no answer."""
+    if any(each.__name__ == "FakeTensor" for each in types):
+        return None
+    return NotImplemented
+
+
 def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
     """A tensor over memory at a worker."""
     if meta.plain:
@@ -374,13 +386,17 @@ def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor])
     raise _no_layout(tensor.layout)
 
 
+class StaysHere(NotSupported):
+    """A tensor is of a kind that cannot lie at a worker."""
+
+
 def _no_layout(layout: torch.layout) -> NotSupported:
-    return NotSupported(f"tensors of layout {layout} cannot lie at a worker", hint="those of torch.sparse_coo can")
+    return StaysHere(f"tensors of layout {layout} cannot lie at a worker", hint="those of torch.sparse_coo can")
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
     if tensor.is_quantized or tensor.is_nested:
-        raise NotSupported(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
+        raise StaysHere(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise NotSupported(f"a {type(tensor).__name__}, which has its own dispatch, cannot lie at a worker")
 
@@ -459,6 +475,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _set(*args)
     if op.refused is not None:
         raise NotSupported(f"{op.name}: {op.refused}")
+    if op.here:
+        return _mixed(op, args, kwargs, _tensors((args, kwargs)), here=True)
     if op.composite:
         return _composite(op, args, kwargs)
     if op.in_python:
@@ -482,7 +500,11 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _composite(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run what an operator is made of, with views of parameters that say that they require grad: matmul asks them. Not by
-    ``OpOverload.decompose``, which prefers Python's decompositions: their matmul is another."""
+    ``OpOverload.decompose``, which prefers Python's decompositions: their matmul is another. For nested tensors such
+    operators have kernels of their own."""
+    tensors = _tensors((args, kwargs))
+    if any(each.is_nested for each in tensors):
+        return _mixed(op, args, kwargs, tensors, here=True)
     key = torch._C.DispatchKey
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(key.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
@@ -506,11 +528,11 @@ def _tensors(value: Any) -> list[Any]:
     return found
 
 
-def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-    """Operands lie at several places: choose one, and copy the others there. What the operator writes elsewhere is copied
-    back."""
+def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], here: bool = False) -> Any:
+    """Operands lie at several places: choose one (``here``: this process), and copy the others there. What the operator writes
+    elsewhere is copied back."""
     written = op.operands_written(args, kwargs)
-    place = _choose(tensors, written)
+    place = None if here else _choose(tensors, written)
     _remember(place)
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -525,8 +547,11 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
             back.append((tensor, found))
         return found
 
-    with torch.no_grad():
-        there = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    try:
+        with torch.no_grad():
+            there = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    except StaysHere:
+        return _mixed(op, args, kwargs, tensors, here=True)
     out = run_here(op, *there) if place is None else post(place, op, *there)
     with torch.no_grad():
         for original, copy in back:
@@ -713,16 +738,19 @@ def _ask(
     place: Stream, op: Operator, form: tuple[Any, ...], known: Known | None, words: list[int], args: Any, kwargs: Any
 ) -> Any:
     """A form that is new, or whose results depend on values: the worker says what came out."""
+    tensors, is_new = _tensors((args, kwargs)), known is None
     if known is None:
-        takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
+        try:
+            takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
+            keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
+        except TypeError:  # an object of this process, such as weights that were packed
+            return _mixed(op, args, kwargs, tensors, here=True)
         if op.identity:
             firsts = [_first(args, index) for index in range(len(args))]
             takes = [each if first == index else ("s", first) for index, (each, first) in enumerate(zip(takes, firsts))]
-        keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
         known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
     base = next(names) << 20
     single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
-    tensors = _tensors((args, kwargs))
     operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
     results: list[Any] = []
     values: list[Any] = []
@@ -736,6 +764,13 @@ def _ask(
         else:
             _, plain, offset, name, nbytes = told
             meta = meta_of(Geometry.of_plain(plain))
+            if not meta.strided and meta.geometry.layout is not torch.sparse_coo:
+                if op.mutable:
+                    raise _no_layout(meta.geometry.layout)
+                for each in described:
+                    if each[0] == "t" and each[3] not in operands:
+                        Storage(place, each[3], 0)  # freed there: no tensor here stands for it
+                return _mixed(op, args, kwargs, tensors, here=True)
             if name in operands:
                 operand = tensors[operands[name]]
                 if op.mutable and op.returned[index] is not None and meta is not operand._meta:
@@ -750,7 +785,7 @@ def _ask(
                 results.append(("new", nbytes, meta, offset))
                 values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
     sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
-    if not sparse and not (op.dynamic and op.sized_by_values(args)):
+    if is_new and not sparse and not (op.dynamic and op.sized_by_values(args)) and _sized_by_shapes(op, args, kwargs):
         known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
@@ -762,6 +797,24 @@ def _ask(
         place.forget_forms()
     place.known[_grad()][form] = known
     return values[0] if single else tuple(values) if not _lists(op) else values
+
+
+def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
+    """Whether shapes of operands give those of results. Tags of operators that are not torch's do not tell, but a kernel for
+    tensors without values does, if it gives anything."""
+    if not op.foreign:
+        return True
+    try:
+        like_args, like_kwargs = _without_memory((args, kwargs))
+        op.func(*like_args, **like_kwargs)
+        return True
+    except Exception:
+        return False
+
+
+def _without_memory(value: Any) -> Any:
+    """The same arguments, with tensors of device "meta"."""
+    return tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value)
 
 
 def _lists(op: Operator) -> bool:
@@ -933,8 +986,7 @@ def _made_at(device: torch.device, op: Operator, args: tuple[Any, ...], kwargs: 
     """What is made like a tensor, on another device."""
     if device.type == DEVICE:
         return at_place(run(op, args, {**kwargs, "device": _CPU}), place_named(device))
-    like = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
-    return op.func(*like, **kwargs)
+    return op.func(*_without_memory(args), **kwargs)
 
 
 def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

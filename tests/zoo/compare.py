@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from rdmarpc.transport import NotSupported
 
-from .entry import Entry, placed, without_chance
+from .entry import Entry, placed
 from .sides import Alone, Served, Wrapped, closing, difference
 
 EQUAL, REFUSED, WRONG, CRASH, BROKEN = "equal", "refused", "wrong", "crash", "broken"
@@ -98,7 +98,7 @@ def copied(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | 
 
 def built(entry: Entry) -> nn.Module:
     torch.manual_seed(1)
-    return without_chance(entry.make()).train()
+    return entry.make().train()
 
 
 def rows_of(family: str, name: str, entry: Entry, serve: bool = True) -> list[Row]:

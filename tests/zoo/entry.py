@@ -88,14 +88,3 @@ def parts_of(net: nn.Module, least: int = 5) -> Iterator[str]:
             for path, module in (inner.items() if old == largest else ((old, kept),))
         }
     yield from found
-
-
-def without_chance(net: nn.Module) -> nn.Module:
-    """Dropout of every kind draws from the generator of the worker where it runs, so it is switched off."""
-    for module in net.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
-                setattr(module, name, 0.0)
-        if "StochasticDepth" in type(module).__name__:
-            module.p = 0.0  # type: ignore[assignment]
-    return net

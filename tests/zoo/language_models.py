@@ -24,18 +24,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-def _still(config: Any) -> Any:
-    """No dropout: it would draw from the generators of the workers."""
-    for key, value in list(vars(config).items()):
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
-        elif isinstance(value, hf.PretrainedConfig):
-            _still(value)
-    return config
-
-
 def _model(kind: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(hf, kind)(_still(getattr(hf, config)(**settings)))
+    return lambda: getattr(hf, kind)(getattr(hf, config)(**settings))
 
 
 def words(length: int = 8, labels: bool = True, **more: Any) -> Callable[[int], Batch]:
@@ -150,7 +140,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "GPT-2, transformer as one part": Entry(
         lambda: hf.GPT2LMHeadModel(
-            _still(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=64, tie_word_embeddings=False))
+            hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=64, tie_word_embeddings=False)
         ),
         words(),
         places=({"transformer": "worker1"},),
@@ -303,7 +293,6 @@ ENTRIES: dict[str, Entry] = {
                 "num_conv_pos_embeddings": 8,
                 "num_conv_pos_embedding_groups": 2,
                 "apply_spec_augment": False,
-                "layerdrop": 0.0,
             },
         ),
         lambda n: ((), {"input_values": torch.randn(2, 400), "labels": torch.randint(0, 2, (2,))}),

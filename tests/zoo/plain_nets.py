@@ -44,7 +44,7 @@ class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 16)
-        self.body = nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True)
+        self.body = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
         self.head = nn.Linear(16, 40)
 
     def forward(self, source, target):
@@ -59,7 +59,7 @@ class TiedLm(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(40, 16)
         self.place = nn.Parameter(torch.randn(32, 16) * 0.02)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(16)
 

@@ -232,3 +232,20 @@ class Distances(nn.Module):
         h = self.map(x)
         kernel = torch.exp(-torch.cdist(h, h).pow(2) * self.width) + 0.1 * torch.eye(len(h))
         return self.head(torch.linalg.solve(kernel, torch.linalg.cholesky(kernel)[:, :1] @ torch.ones(1, 5)))
+
+
+class Kinds(nn.Module):
+    """Matrices in CSR, quantized numbers, packed weights and ragged rows between parts: none of them can lie at a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.packed = torch.ao.nn.quantized.dynamic.Linear(16, 16)
+        self.register_buffer("near", torch.eye(4).roll(1, 0) + torch.eye(4))
+
+    def forward(self, x):
+        h = torch.sparse.mm(self.near.to_sparse_csr(), self.one(x))
+        h = torch.relu(h).to_sparse_csr() @ self.two.weight + torch.quantize_per_tensor(h, 0.1, 0, torch.quint8).dequantize()
+        h = h + self.packed(h.detach())
+        rows = torch.nested.as_nested_tensor([h[:1], h[1:]])
+        return self.head(F.gelu(self.two(rows)).to_padded_tensor(0.0))

@@ -11,7 +11,7 @@ from group import results, run_group
 
 import rdmarpc as rpc
 
-from .entry import without_chance
+from . import families
 
 TOKENS = torch.tensor([[5, 9, 12, 7], [8, 3, 4, 30]])
 CASES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
@@ -29,11 +29,10 @@ def generated(model: Any, more: dict[str, Any]) -> torch.Tensor:
 
 def generate(rank: int) -> None:
     if rank == 0:
-        from .language_models import ENTRIES
-
+        shown = families.entries("transformers")
         for name, placement, more in CASES:
             torch.manual_seed(1)
-            net = without_chance(ENTRIES[name].make())
+            net = shown[name].make()
             twin = copy.deepcopy(net)
             model = rpc.wrap(net, placement)
             assert isinstance(model, type(twin)) and type(model.config) is type(twin.config), name

@@ -26,9 +26,12 @@ def _made(make: Callable[[], nn.Module], size: int = 32) -> Entry:
 
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
+_RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+DROPPING: dict[str, Any] = dict.fromkeys(_RATES, 0.2)
 
 ENTRIES: dict[str, Entry] = {
     "vit_tiny": _of("vit_tiny_patch16_224", places=("half", "thirds"), **TINY),
+    "vit_tiny, every dropout": _of("vit_tiny_patch16_224", places=("half", "thirds"), **TINY, **DROPPING),
     "deit_tiny_distilled": _of("deit_tiny_distilled_patch16_224", **TINY),
     "eva02_tiny": _of("eva02_tiny_patch14_224", **TINY),
     "mixer": _made(lambda: MlpMixer(5, 32, patch_size=8, embed_dim=24, num_blocks=3)),

@@ -1,7 +1,8 @@
 """``python -m tests.zoo.tour``: train every model and loop of the zoo three ways, and print what came of it.
 
-Arguments choose: names of families, or parts of names of entries. ``--table FILE`` writes the tables between the marks of that
-file (``docs/models.md``). The status is 1 if an entry is not what it should be: equal, or refused with the reason it states.
+Arguments choose: names of families, or parts of names of entries. ``--tables docs`` writes the rows of whole families into
+``docs/models.tsv`` and their numbers between the marks of ``docs/models.md``. The status is 1 if an entry is not what it
+should be: equal, or refused with the reason it states.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ LIMIT_S = 240.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.tour", description=__doc__)
     parser.add_argument("chosen", nargs="*", help="families, or parts of names")
-    parser.add_argument("--table", type=Path, default=None)
+    parser.add_argument("--tables", type=Path, default=None, metavar="FOLDER")
     parser.add_argument("--save", type=Path, default=None, help="all rows, as JSON")
     options = parser.parse_args()
+    if options.tables is not None and not set(options.chosen) <= set(families.NEEDS):
+        parser.error("--tables takes whole families")
     rows: list[Row] = []
     for family, names in choose(options.chosen):
         for row in visit(family, names):
@@ -44,8 +47,8 @@ def main() -> int:
             print(line(row), flush=True)
     if options.save is not None:
         options.save.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if options.table is not None:
-        write_tables(options.table, rows)
+    if options.tables is not None:
+        write_tables(options.tables, rows)
     print(counted(rows))
     return int(any(not row.expected for row in rows))
 

@@ -1,4 +1,4 @@
-"""The rows of the zoo as lines, and as the tables of ``docs/models.md``."""
+"""The rows of the zoo as lines, as ``docs/models.tsv``, and as the summary in ``docs/models.md``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from .compare import EQUAL, REFUSED, Row
+from .compare import EQUAL, REFUSED, WRONG, Row
 
-BEGIN, END = "<!-- tables: make zoo -->", "<!-- end of tables -->"
+BEGIN, END = "<!-- summary: make zoo -->", "<!-- end of summary -->"
+HEAD = ("family", "entry", "way", "outcome", "detail")
+
+Told = tuple[str, ...]
+"""A row as the file has it, in the order of ``HEAD``."""
 
 
 def line(row: Row) -> str:
@@ -27,29 +31,36 @@ def counted(rows: Iterable[Row]) -> str:
     return f"{len({(row.family, row.name) for row in rows})} entries, {len(rows)} rows: {said}; {strange} not as expected"
 
 
-def write_tables(path: Path, rows: list[Row]) -> None:
-    """The tables of other families stay."""
-    text = path.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    found, after = rest.split(END)
-    known = {part.partition("\n")[0]: f"### {part.strip()}\n" for part in found.split("### ")[1:]}
-    for family in dict.fromkeys(row.family for row in rows):
-        own = [row for row in rows if row.family == family]
-        known[family] = f"### {family}\n\n{counted(own)}.\n\n{table(own)}"
-    tables = "\n".join(known.values())
-    path.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}", encoding="utf-8")
+def told(row: Row) -> Told:
+    return tuple(" ".join(text.split()) for text in (row.family, row.name, row.how, row.outcome, row.detail))
 
 
-def table(rows: list[Row]) -> str:
-    lines = ["| entry | how | outcome | staged | step |", "|---|---|---|---|---|"]
-    for row in rows:
-        outcome = row.outcome if row.outcome != REFUSED else f"refused: {_short(row.detail)}"
-        numbers = (f"{row.staged:,}", f"{row.ratio:.1f}×") if row.outcome == EQUAL and row.ratio else ("", "")
-        lines.append(f"| {row.name} | {row.how} | {outcome} | {numbers[0]} | {numbers[1]} |")
+def write_tables(docs: Path, rows: Iterable[Row]) -> None:
+    """``models.tsv`` of a folder, and the summary of it in ``models.md``. Rows of families that were not run stay."""
+    new = {told(row) for row in rows}
+    run = {family for family, *_ in new}
+    kept = {row for row in read(docs / "models.tsv") if row[0] not in run}
+    lines = ["\t".join(row) for row in (HEAD, *sorted(new | kept))]
+    (docs / "models.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = docs / "models.md"
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{summary(new | kept)}{END}{after}", encoding="utf-8")
+
+
+def read(path: Path) -> list[Told]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [tuple(text.split("\t")) for text in lines[1:]]
+
+
+def summary(rows: Iterable[Told]) -> str:
+    """A line for each family."""
+    rows = list(rows)
+    lines = ["| family | entries | rows | equal | refused | wrong | crash |", "|---|---|---|---|---|---|---|"]
+    for family in (*sorted({row[0] for row in rows}), ""):
+        own = [row for row in rows if family in ("", row[0])]
+        outcomes = Counter(row[3] for row in own)
+        others = len(own) - outcomes[EQUAL] - outcomes[REFUSED] - outcomes[WRONG]
+        counts = (len({row[:2] for row in own}), len(own), outcomes[EQUAL], outcomes[REFUSED], outcomes[WRONG], others)
+        lines.append(f"| {family or 'all'} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _short(text: str) -> str:
-    text = text.split(": ", 1)[-1] if text.startswith("NotSupported") else text
-    text = text.replace("|", "\\|")
-    return text if len(text) <= 110 else text[:107] + "..."

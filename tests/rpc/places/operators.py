@@ -96,7 +96,8 @@ def twins(value: Any, where: Callable[[], Any]) -> Any:
 
     def new(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
-            return at_place(tensor.clone(), where())
+            place = where()
+            return at_place(tensor.clone(), place) if tensor.layout is torch.sparse_coo else tensor.clone()
         shape, offset, storage = geometry(tensor), tensor.storage_offset(), tensor.untyped_storage()
         if storage._cdata not in storages:
             copy, place = storage.clone(), where()

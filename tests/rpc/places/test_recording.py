@@ -231,6 +231,26 @@ def peaks() -> tuple[int, int, list[int]]:
     return flow.peak("worker1"), flow.peak("worker0"), list(flow.alive("worker1"))
 
 
+def ragged_rows() -> None:
+    """A nested tensor has no shape: it is told by its number of rows."""
+    for layout in (torch.strided, torch.jagged):
+        net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        twin, model = copy.deepcopy(net), wrap(net, {"0": "worker1", "2": "worker2"})
+        for count in (1, 3):
+            x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(count, 4)], layout=layout)
+            with rpc.recording() as seen:
+                results = [each(x).to_padded_tensor(0.0) for each in (model, twin)]
+            for each in results:
+                each.sum().backward()
+            assert torch.equal(results[0].cpu(), results[1])
+            assert count == 3 or "worker1" in seen.placement_table()  # weights that nobody has written do not cross again
+        assert torch.equal(net[0].weight.grad.cpu(), twin[0].weight.grad) and len(model.transfers()) == 1
+
+
+def test_nested_tensors(group: StandingGroup):
+    group.run(ragged_rows)
+
+
 def test_bytes_alive_by_hand(group: StandingGroup):
     most, here, alive = group.run(peaks)
     assert (most, here) == (8000, 0)

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lasting import lasting
 from operators import Group
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
@@ -184,10 +186,6 @@ def named_refusals() -> None:
     refused(lambda: x.__dlpack__())
     refused(lambda: x.resize_(9), "resize")
     refused(lambda: x.set_(torch.randn(4).untyped_storage()), "replaced")
-    refused(lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "quantized")
-    refused(lambda: there(torch.randn(4, 4)).to_sparse_csr(), "sparse_csr")
-    refused(lambda: x.to_mkldnn(), "MKL")
-    refused(lambda: torch.nested.nested_tensor([x, x]), "nested")
     refused(lambda: torch.randn(4).set_(x), "replaced")
     refused(lambda: x.to("remote:99"), "no place")
     for plain in (
@@ -196,7 +194,6 @@ def named_refusals() -> None:
         torch.randn(4, 4).to_mkldnn(),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ):
-        refused(lambda plain=plain: x + plain)
         with pytest.raises((RuntimeError, NotImplementedError)):  # torch's own: its layouts know a few devices
             plain.to(places.device(W1))
     refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized")
@@ -571,6 +568,60 @@ def sparse() -> None:
     assert torch.equal(home(x).to_dense(), grad.to_dense()) and torch.equal(x.to_dense().cpu(), grad.to_dense())
 
 
+class Twofold(torch.Tensor):
+    """With a dispatch of its own, which knows nothing of workers."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Twofold, lambda each: each.inner * 2, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def kinds_that_stay_here() -> None:
+    """Tensors that cannot lie at a worker are here, and so is what is computed with them."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x, w = move(torch.randn(4, 4)).requires_grad_(), move(torch.randn(4, 4)).requires_grad_()
+        plain = torch.eye(4).to_sparse_csr()
+        dense = []
+        for _ in range(2):
+            dense += [torch.sparse.mm(plain, w), x.relu().to_sparse_csr() @ w, w.to_sparse_csc().to_dense()]
+            dense += [x.to_sparse_bsr((2, 2)).to_dense() * w, torch.addmm(x, plain, w), x.to_mkldnn().to_dense() + w]
+            quantized = torch.quantize_per_tensor(w, 0.1, 0, torch.quint8)
+            dense += [quantized.dequantize() * x, quantized.int_repr() + 0.5 * x, torch.relu(quantized).dequantize() + w]
+            ragged = torch.nested.as_nested_tensor([x[:2] * w[:2], x[:3]])
+            dense += [F.linear(F.gelu(F.linear(ragged, w)), x).to_padded_tensor(0.0)]
+            rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+            dense += [F.linear(rows, w).values(), (w[0] * rows).values()]
+            packed = torch.ao.nn.quantized.dynamic.Linear(4, 4)
+            packed.set_weight_bias(torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), torch.ones(4))
+            dense += [packed(x.detach()) * w]
+        dense += [w * Twofold(torch.ones(4, 4)), Twofold(torch.ones(4, 4)) @ w]
+        dense += torch._foreach_add([w, x], [Twofold(torch.ones(4, 4)), torch.ones(4, 4)])
+        added = w * 1
+        added += Twofold(torch.ones(4, 4))
+        for each in [*dense, added]:
+            yield each.detach().cpu().tolist()
+        sum(each.sum() * (1 + number) for number, each in enumerate(dense)).backward()
+        yield x.grad
+        yield w.grad
+
+    both(program)
+    before = values_at(W1)
+    for _ in range(40):
+        there(torch.eye(4)).to_sparse_csr()
+    assert values_at(W1) < before + 40, "what a worker has made in vain is freed there"
+
+
 def crossing() -> None:
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     x, y = there(a), there(b, W2)
@@ -731,7 +782,7 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, views, versions, hooks, second_order, contexts, functions,
-    data, sparse, crossing, threads, frees, late_errors, no_memory, graph_is_plain,
+    data, sparse, kinds_that_stay_here, crossing, threads, frees, late_errors, no_memory, graph_is_plain,
 )  # fmt: skip
 
 

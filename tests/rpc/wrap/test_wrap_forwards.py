@@ -16,6 +16,8 @@ from beside import wrap
 from net_programs import DATA, PLACEMENTS, Net, Programs
 from torch import nn
 
+import rdmarpc as rpc
+
 program = Programs()
 
 
@@ -261,3 +263,39 @@ def an_operator() -> None:
 
 def test_an_operator_of_the_users(drive):
     drive(an_operator)
+
+
+def register() -> None:
+    """Two operators as a library in C++ registers them: no tag says that the size of the one's results depends on values."""
+    library = torch.library.Library("rdmarpc_native_tests", "FRAGMENT")
+    for name, kernel in {"above": lambda x, least: (x > least).nonzero(), "doubled": lambda x: x * 2}.items():
+        library.define(f"{name}(Tensor x{', float least' if name == 'above' else ''}) -> Tensor")
+        library.impl(name, kernel, "CPU")
+        torch.library._impls.discard(f"rdmarpc_native_tests/{name}/CPU")
+    library.impl("doubled", torch.empty_like, "Meta")
+    kept.append(library)
+
+
+kept: list[torch.library.Library] = []
+
+
+def native_operators() -> None:
+    register()
+    rpc.rpc_sync("worker1", register)
+    ours = torch.ops.rdmarpc_native_tests
+    for number in range(3):  # twelve numbers each time, of which another count is above zero
+        x = torch.linspace(-1.0, number, 12)
+        there = x.to(rpc.device("worker1"))
+        assert torch.equal(ours.above(there, 0.0).cpu(), ours.above(x, 0.0))
+        assert torch.equal(ours.doubled(there).cpu(), ours.doubled(x))
+    stream = there._handle.stream
+    before = stream.counts["questions"]
+    ours.doubled(there)
+    assert stream.counts["questions"] == before, "its kernel without values says what comes out"
+    other = x.to(rpc.device("worker2"))
+    with pytest.raises(rpc.NotSupported, match="no operator rdmarpc_native_tests::doubled"):
+        ours.doubled(other)
+
+
+def test_operators_of_a_library_in_another_language(drive):
+    drive(native_operators)
