@@ -31,6 +31,7 @@ from .worker import flags
 
 _CONSTANT_BYTES = 1 << 16
 _RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
+_ASKING = ("aten::_local_scalar_dense", "aten::equal")
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -243,7 +244,7 @@ class Capture(TorchDispatchMode):
             return
         known = known_form(place, op, args, kwargs)
         if known is None:
-            self.refuse(f"{op.name} waits for what comes out, in every call")
+            self.refuse(_asks(op))
             return
         for each in tree_leaves((args, kwargs)):
             if type(each) is RemoteTensor:
@@ -307,6 +308,8 @@ class Capture(TorchDispatchMode):
     def _ran(self, op: Operator, args: Any, kwargs: Any, told: Any, out: Any, dtype: torch.dtype | None) -> None:
         if op.name.partition(".")[0] in _RESIZING:
             self.refuse(f"{op.name} changes what a tensor lies over")
+        if op.name.startswith(_ASKING) or (op.dynamic and op.sized_by_values(args)):
+            self.refuse(_asks(op))
         if op.view or op.geometry:
             return
         written = [self.plain(each).key for each in op.operands_written(args, kwargs)]
@@ -417,6 +420,12 @@ class Capture(TorchDispatchMode):
                     self.gradients.append((number, ref))
             elif grad is not None and (key := self.find(grad)) is not None and self.locals[key].made:
                 self.gradients_here.append((key, ref))
+
+
+def _asks(op: Operator) -> str:
+    """Why a step is refused that goes on by the values that an operator gives."""
+    counter = ", or an optimizer its counter: fused=True" if op.name.startswith(_ASKING) else ""
+    return f"it asks what {op.name} gives (a branch, say{counter})"
 
 
 def _shapes_only(values: list[Any]) -> bool:

@@ -161,8 +161,8 @@ def graphed(step: Callable[..., Any], *, check: int = 0) -> Graphed:
     * Random numbers are drawn anew in each call, in the same order.
     * Python runs where the step's tensors were replaced since (``p.grad = None``, an optimizer's ``load_state_dict``,
       ``model.replace``), and while something records (``recording``). ``runs``, ``replays`` and ``why`` of what is returned
-      tell how often, and why. A step that asks for a value (``item``), or has another number in every call (AdamW without
-      ``fused=True``), runs as Python always; a warning is logged.
+      tell how often, and why. A step that asks for a value (``item``, a branch, AdamW without ``fused=True``), or has another
+      number in every call, runs as Python always; a warning is logged.
 
     One call runs at a time. ``NotSupported``: an argument of another class.
     """
@@ -673,7 +673,7 @@ def _homes(events: list[Event]) -> dict[int, Stream]:
 
 
 def _needed(capture: Capture) -> list[Event]:
-    """The events without those whose result nobody needs: they read values for Python."""
+    """The events without those whose result nobody needs. ``NotSupported`` for a copy here that nobody needs but Python."""
     needed = {plain.key for plain in plains(capture.results)} | capture.left_here
     names = {ref.name for event in capture.events for ref in _refs(event)}
     names |= {each.ref.name for each in capture.results if isinstance(each, Result)}
@@ -685,7 +685,7 @@ def _needed(capture: Capture) -> list[Event]:
             needed.add(event.source.key)
         elif isinstance(event, Fetched):
             if event.made.key not in needed:
-                continue
+                raise NotSupported("it asks for the values of a tensor")
         elif isinstance(event, Ran):
             outside = any(not capture.locals[key].made for key in event.written)
             made = {*event.written, *(plain.key for plain in event.results)}

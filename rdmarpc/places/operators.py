@@ -22,8 +22,10 @@ _VALUE_SIZED = (
     "aten::segment_reduce",
     "aten::nested_to_padded_tensor",
     "aten::_to_dense",
+    "aten::_new_zeros_with_same_feature_meta",
 )
-"""Operators whose results have sizes, or a memory order, that depend on values, though no tag says so."""
+"""Operators whose results have sizes, or a memory order, that depend on values, though no tag says so; or, of the last one, on
+where its operands begin."""
 _READ_HERE = {"aten::_pack_padded_sequence": 1}
 """Results whose values torch reads through their address, whatever they are results of: they are brought here."""
 _FILLS = ("bernoulli_.float", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")

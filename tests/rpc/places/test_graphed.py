@@ -278,15 +278,33 @@ def counts(net: nn.Module, optimizer: Any) -> Step:
     return counting
 
 
+def branches(net: nn.Module, optimizer: Any) -> Step:
+    """By a value of this process's, and by one that is copied here."""
+    step = trains(net, optimizer)
+    return lambda x, y: step(x * 2, y) if x.sum() > 0 else step(x, y)
+
+
+def lists(net: nn.Module, optimizer: Any) -> Step:
+    step = trains(net, optimizer)
+
+    def listing(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss, out = step(x, y)
+        return out if loss.tolist() < 0.4 else loss
+
+    return listing
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
 REFUSED = {
-    "item": (reads, momentum, "_local_scalar_dense waits"),
+    "item": (reads, momentum, "asks what aten::_local_scalar_dense gives"),
+    "branch": (branches, momentum, "asks what aten::_local_scalar_dense gives"),
+    "list": (lists, momentum, ""),
     "kept": (keeps, momentum, "keeps a tensor of each call"),
     "number": (counts, momentum, "another number"),
-    "adam": (trains, adam, "another number"),
+    "adam": (trains, adam, "asks what aten::_local_scalar_dense gives"),
 }
 
 
@@ -383,6 +401,26 @@ def checked() -> None:
 
 def test_checked(group):
     group.run(checked)
+
+
+def rates() -> None:
+    """A rate that is a tensor is read in every call."""
+
+    def scheduled(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=torch.tensor(0.01), fused=True)
+
+    pair = Pair(mlp(), scheduled, HALVES)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 10) for each in (pair.one, pair.other)]
+    for x, y in batches(10):
+        pair.both(x, y)
+        for schedule in schedules:
+            schedule.step()
+    assert pair.graph.replays >= 5, (pair.graph.replays, pair.graph.why)
+    pair.end(pair.graph.replays)
+
+
+def test_rates(group):
+    group.run(rates)
 
 
 def late_errors() -> None:

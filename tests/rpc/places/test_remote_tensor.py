@@ -519,6 +519,9 @@ def functions() -> None:
             yield from torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x.cos()) * w[0])
         yield from torch.func.jvp(torch.sin, (x,), (move(torch.ones(5, 3)),))
         yield torch.func.jacfwd(lambda v: (v @ w).tanh())(x[0])
+        flat = move(torch.arange(60.0))
+        for begin in (8, 20, 0):  # a tangent begins where its primal does
+            yield from torch.func.jvp(torch.sin, (flat[begin : begin + 7],), (torch.ones_like(flat[:7]),))
         yield torch.func.functional_call(net, {"weight": move(torch.ones(2, 3))}, (x,))
 
     both(program)
