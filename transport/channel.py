@@ -159,7 +159,8 @@ class Mapped(abc.ABC):
         """Begin to write. Raises ``PeerLost`` if the channel has ended; nothing may be written after that."""
 
     @abc.abstractmethod
-    def end(self) -> None: ...
+    def end(self, nbytes: int) -> None:
+        """So many bytes were written."""
 
 
 class Channel(abc.ABC):

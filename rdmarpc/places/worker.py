@@ -695,7 +695,7 @@ class Landing:
         if mapped is not None:
             mapped.begin()
             mapped.memory[offset : offset + HEAD_BYTES] = head
-            mapped.end()
+            mapped.end(HEAD_BYTES)
         else:
             blob = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             self.channel.memcpy(self.remote[offset : offset + HEAD_BYTES], registered(self.channel, blob)).wait()
@@ -733,7 +733,7 @@ def write_strided(
         try:
             over(mapped.memory, offset + shift, geometry(tensor)).copy_(tensor)
         finally:
-            mapped.end()
+            mapped.end(tensor.nbytes)
         return
     shape = geometry(tensor)
     flat = tensor.as_strided((shape.span,), (1,))

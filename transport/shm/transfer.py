@@ -151,5 +151,8 @@ class ShmMapped(PreparedRequest, Mapped):
         if self._inflight == 0:
             raise self._channel.ended()
 
-    def end(self) -> None:
+    def end(self, nbytes: int) -> None:
+        stats = self._channel.inboxes.stats
+        kernels.add(stats, 1)
+        kernels.add(stats + 8, nbytes)
         kernels.add(self._inflight, -1)

@@ -352,16 +352,18 @@ def test_mapped_memory_needs_no_copy(pair: Pair, kind: str) -> None:
         return
     here = torch.frombuffer(mapped.memory, dtype=torch.uint8)
     assert all_are(here, S)
+    before = pair.a.counters()["bytes_direct"]
     mapped.begin()
     here.fill_(C)
-    mapped.end()
+    mapped.end(1024)
+    assert pair.a.counters()["bytes_direct"] == before + 1024
     pair.ab.notify(21)
     pair.ba.expect(21).wait(T)
     assert all_are(theirs[1024:2048], C) and all_are(theirs[:1024], S) and all_are(theirs[2048:], S)
     mapped.begin()
     with pytest.raises(TransferTimeout):
         pair.ba.abort(timeout=0.2)  # as for a copy under way
-    mapped.end()
+    mapped.end(1024)
     pair.ba.abort(timeout=T)
     with pytest.raises(PeerLost):
         mapped.begin()
