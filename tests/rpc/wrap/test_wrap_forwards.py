@@ -17,6 +17,7 @@ from net_programs import DATA, PLACEMENTS, Net, Programs
 from torch import nn
 
 import rdmarpc as rpc
+from rdmarpc.places import at_place, stream_to
 
 program = Programs()
 
@@ -285,14 +286,14 @@ def native_operators() -> None:
     ours = torch.ops.rdmarpc_native_tests
     for number in range(3):  # twelve numbers each time, of which another count is above zero
         x = torch.linspace(-1.0, number, 12)
-        there = x.to(rpc.device("worker1"))
+        there = at_place(x, stream_to("worker1"))  # ``rpc.device`` would change how later tests' modules are converted
         assert torch.equal(ours.above(there, 0.0).cpu(), ours.above(x, 0.0))
         assert torch.equal(ours.doubled(there).cpu(), ours.doubled(x))
     stream = there._handle.stream
     before = stream.counts["questions"]
     ours.doubled(there)
     assert stream.counts["questions"] == before, "its kernel without values says what comes out"
-    other = x.to(rpc.device("worker2"))
+    other = at_place(x, stream_to("worker2"))
     with pytest.raises(rpc.NotSupported, match="no operator rdmarpc_native_tests::doubled"):
         ours.doubled(other)
 
