@@ -1,14 +1,14 @@
-"""Autocast inside of kernels. It converts operands before an operator comes to a remote tensor, which sees it switched off
-then. A kernel that itself calls operators has these converted, too: its worker has to know of it."""
+"""Autocast inside of kernels. It converts operands before an operator comes to ``__torch_dispatch__``, which sees it switched
+off then. A kernel that itself calls operators has these converted, too: whoever runs it has to know of it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 _NAMES = ("_trilinear", "_cdist_forward", "_transformer_encoder_layer_fwd")
 
@@ -22,14 +22,17 @@ inside = _Inside()
 _library = torch.library.Library("aten", "IMPL")
 
 
-def watch(remote: type[torch.Tensor]) -> None:
-    """Have this module know when such kernels run under autocast on tensors of this class. Call it once."""
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator on plain tensors below ``__torch_dispatch__``, with autocast within its kernel as above."""
+    with contextlib.nullcontext() if inside.dtype is None else torch.autocast("cpu", inside.dtype, cache_enabled=False):
+        return func(*args, **kwargs)
+
+
+def _watch() -> None:
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
 
-    def run(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        before = inside.dtype
-        if any(isinstance(each, remote) for each in tree_leaves((args, kwargs))):
-            inside.dtype = torch.get_autocast_dtype("cpu")
+    def kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        before, inside.dtype = inside.dtype, torch.get_autocast_dtype("cpu")
         try:
             return op.redispatch(keys & below, *args, **kwargs)
         finally:
@@ -37,4 +40,7 @@ def watch(remote: type[torch.Tensor]) -> None:
 
     for name in _NAMES:
         op = getattr(torch.ops.aten, name).default
-        _library.impl(name, functools.partial(run, op), "AutocastCPU", with_keyset=True)
+        _library.impl(name, functools.partial(kernel, op), "AutocastCPU", with_keyset=True)
+
+
+_watch()

@@ -25,7 +25,7 @@ from ..graph.fragments import cut
 from ..graph.fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, Flow
 from ..graph.fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
 from ..graph.show.describe import Transfers, described
-from . import observing
+from . import autocast, observing
 from .operators import Operator, operator
 from .stream import Meta, Storage, Stream
 from .tensor import RemoteTensor
@@ -322,7 +322,7 @@ class _Here(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each is not RemoteTensor for each in types):
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
-        out = func(*args, **(kwargs or {}))
+        out = autocast.run(func, args, kwargs or {})
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
         return out

@@ -561,9 +561,7 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
 def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on plain tensors, as a part of one on remote ones."""
-    dtype = autocast.inside.dtype
-    with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False):
-        out = op.func(*args, **kwargs)
+    out = autocast.run(op.func, args, kwargs)
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out
@@ -1004,7 +1002,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _data.__set__(tensor, value)
 
 
-autocast.watch(RemoteTensor)
 # ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
 # two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
 torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]
