@@ -54,7 +54,9 @@ def test_drawn_programs():
 
 def test_drawn_steps_without_python():
     """Steps as graphs (``rdmarpc.graphed``)."""
-    jobs = {str(seed): ("text", drawn_programs.graphed_source(drawn_programs.recipe(seed))) for seed in (*range(30), 272, 329, 938)}
+    jobs = {
+        str(seed): ("text", drawn_programs.graphed_source(drawn_programs.recipe(seed))) for seed in (*range(30), 272, 329, 938)
+    }
     found = failures("graphed", jobs, ALLOWED)
     assert not [text for text in found if ": metadata: " not in text]
 
