@@ -17,6 +17,7 @@ ORDER = {
     "transport": [
         ["words"],
         ["errors.py", "interrupts.py", "plugins.py", "region.py", "timeouts.py"],
+        ["sandboxed.py"],
         ["peers"],
         ["memory"],
         ["tls"],

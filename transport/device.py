@@ -20,7 +20,7 @@ import torch
 
 from . import interrupts
 from .channel import Channel
-from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
+from .errors import AuthenticationError, NotSupported, RdmaError, RegistrationError, TransferTimeout
 from .memory.arena import Pool
 from .memory.memory import Listener, Memory
 from .notify import Poller
@@ -34,6 +34,7 @@ from .region import Region, RemoteRegion, local_bytes
 from .timeouts import limit, seconds
 from .tls.options import TlsOptions
 from .tls.options import check as check_tls
+from .words import machine
 
 OnConnect = Callable[[Channel], bytes]
 Tell = Callable[[Channel], None]
@@ -168,6 +169,9 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     def __init__(self, name: str, options: DeviceOptions, *, shared: bool = False) -> None:
         """``shared``: whether a memory of our own is such as other processes can map. The device attaches itself to the memory
         (``Memory.attach``) before it lets peers in."""
+        if why := machine.why_not():
+            hint = "MemoryDenyWriteExecute of systemd, SELinux's execmem and seccomp forbid it; kernels are machine code"
+            raise NotSupported(why, device=name, hint=hint)
         self.name = name
         self._looks = Looks(options.peer_timeout)
         self.given = bool(options.secret)

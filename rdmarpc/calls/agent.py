@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 import weakref
@@ -46,6 +45,7 @@ from ..references.store import LOCAL_BITS
 from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device, timeouts
 from ..transport.gpu import driver
 from ..transport.peers.guard import Guard
+from ..transport.sandboxed import processors
 from . import profiled
 from .callee import Callee
 from .caller import Caller
@@ -521,7 +521,7 @@ def _warn_of_crowds(group: Group) -> None:
     """Say once a host that its workers take the cores from each other. In a dynamic group the first workers meet nobody yet."""
     record = group.record(group.number)
     beside = [each.number for each in group.workers.records() if record is not None and each.host == record.host]
-    why = environment.crowded(len(beside), torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    why = environment.crowded(len(beside), torch.get_num_threads(), len(processors()))
     if why and group.number == min(beside):
         logging.getLogger("rdmarpc").warning("%s", why)
 

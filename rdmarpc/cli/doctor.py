@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
-import os
 import platform
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from ..transport.nic import choice
 from ..transport.nic.ports import choose as choose_port
 from ..transport.nic.sysfs import Found, survey
 from ..transport.peers.address import where_to_listen
+from ..transport.sandboxed import processors
 from ..transport.tls import openssl
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
@@ -78,7 +78,7 @@ def host(root: Path = Path("/")) -> list[Finding]:
         host_facts.shared_memory(root),
         tcp,
         host_facts.sockets(root),
-        host_facts.threads(len(os.sched_getaffinity(0))),
+        host_facts.threads(len(processors())),
         host_facts.heap(),
         encryption(),
     ]

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from ..ranks.engine import aside
-from ..ranks.meeting import Ranks, has_left, look
+from ..ranks.meeting import Ranks, cause, has_left, look
 from ..ranks.order import Orders
 from ..ranks.signature import Mismatch, Signature
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
@@ -51,7 +51,7 @@ class Message(Work):
         super().__init__(nothing, outputs, kind)
         self.pairs, self.peer, self.tag, self.kind = pairs, peer, tag, kind
         self.data: torch.Tensor | None = data
-        """What is sent, or where it comes; ``None`` once that has succeeded: nobody may ever wait."""
+        """What is sent, or where it comes; ``None`` once that is over: nobody may ever wait."""
         self.source = peer
         self.code, self.nbytes = _code(data.dtype), data.nbytes
         self.count, self.dtype = data.numel(), data.dtype
@@ -63,8 +63,12 @@ class Message(Work):
 
     def finish(self, error: BaseException | None, give: Callable[[], object] | None = None) -> None:
         if error is None:  # else another thread may be moving it
-            self.data = self.put = None
+            self.let_go()
         super().finish(error, give)
+
+    def let_go(self) -> None:
+        """Hold no memory. Nobody moves this message any more."""
+        self.data = self.put = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.over:
@@ -135,6 +139,8 @@ class Pairs:
         self._dozes = False
         """Whether the thread has to be woken for a message. Most are waited for at once, and need it not."""
         self._closed = False
+        self._broken: list[Message] = []
+        """Messages that were under way when the group failed: a thread may be moving them still."""
 
     def send(self, data: torch.Tensor, peer: int, tag: int, outputs: list[torch.Tensor]) -> Message:
         message = Message(self, data, outputs, peer, tag, _SEND)
@@ -250,7 +256,7 @@ class Pairs:
                 self._look(way, status == CLOSED)
                 return moved
             except BaseException as error:
-                self.fail(error)
+                self.fail(cause(error, self.members.lanes[0], self.ranks))
                 return True
         return moved
 
@@ -345,6 +351,7 @@ class Pairs:
                     message.put()
             except BaseException as error:
                 message.finish(error)
+                message.let_go()
                 raise
         message.finish(None)
 
@@ -375,19 +382,23 @@ class Pairs:
             first = self.error is None
             if first:
                 self.error = kept(error)
-            over = [*self._wanted]
+            over, begun = [*self._wanted], []
             self._wanted.clear()
+            self._apart.clear()
             for way in (*self._outs.values(), *self._ins.values()):
                 over += way.queue
                 way.queue.clear()
                 if way.current is not None:
-                    over.append(way.current)
+                    begun.append(way.current)
                     way.current = None
+            self._broken += begun
         if first and not self._closed:
             self.members.tell_failure(error)
-        for message in over:
+        for message in [*over, *begun]:
             if not message.over:
                 message.finish(self.error)
+        for message in over:
+            message.let_go()
 
     def _serve(self) -> None:
         """Move on what nobody waits for."""
@@ -463,9 +474,15 @@ class Pairs:
         self._closed = True
         self.fail(RdmaError("the process group was destroyed"))
         self._news.set()
+        stopped = True
         for way in (*self._outs.values(), *self._ins.values()):
             if way.lock.acquire(timeout=1.0):  # whoever moves it stops, and nobody begins again
                 way.lock.release()
+            else:
+                stopped = False
+        for message in self._broken if stopped else ():
+            message.let_go()
+        self._broken.clear()
         self._outs, self._ins = {}, {}
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
-from .meeting import ERROR, LEFT, Ranks, has_left, look
+from .meeting import ERROR, LEFT, Ranks, cause, has_left, look
 from .signature import Mismatch, Signature, code_of
 
 _SLICE_NS, _END_S = 20_000_000, 5.0
@@ -97,16 +97,23 @@ class Engine:
                 self.check()
             assert streams is not None
             if plan.changes:
-                streams.offer(plan)
+                self._naming(lambda: streams.offer(plan))
             streams.begin(plan, self.sequence, source, target, patient=aside.on)
             while (status := streams.advance(_SLICE_NS)) != OK:
                 if status == MISMATCH:
                     raise self._mismatch(streams.at_fault())
                 self._look(status == CLOSED)
             if plan.changes:
-                streams.grow(plan, self.limit, lambda: self._look(False))
+                self._naming(lambda: streams.grow(plan, self.limit, lambda: self._look(False)))
                 self._plans.clear()
                 self._exchanges.clear()
+
+    def _naming(self, use: Callable[[], None]) -> None:
+        """Use channels outside of the exchange. Raises the reason for which one has ended."""
+        try:
+            use()
+        except PeerLost as error:
+            raise cause(error, self.members.lanes[0], self.ranks, f" during {self.told(self.signature)}") from None
 
     def _look(self, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""

@@ -320,6 +320,19 @@ def _check(lanes: Mapping[int, Lane], ranks: Sequence[int], during: str) -> None
             raise PeerLost(f"rank {ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
 
 
+def cause(error: BaseException, lanes: Mapping[int, Lane], ranks: Sequence[int], during: str = "") -> BaseException:
+    """What to raise for an error of the use of a channel: if that had ended, what its member had told before, or that another
+    one was lost. As ``look``, which looks twice."""
+    if isinstance(error, PeerLost):
+        for pause in (0.0, _GRACE_S):
+            time.sleep(pause)
+            try:
+                _check(lanes, ranks, during)
+            except RdmaError as found:
+                return found
+    return error
+
+
 def _channels(job: Any) -> dict[int, Channel]:
     """The channels to the processes of a job, by rank. Its ranks are processes for as long as it lasts; those of a group with a
     store of its own are not."""

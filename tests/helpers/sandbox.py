@@ -8,29 +8,57 @@ import os
 import platform
 import struct
 
-_X86, _ARM = "x86_64", "aarch64"
+_MACHINES = "x86_64", "aarch64"
 _NUMBERS = {
-    _X86: {
-        "process_vm_readv": 310,
-        "process_vm_writev": 311,
-        "memfd_create": 319,
-        "pidfd_open": 434,
-        "sched_getaffinity": 204,
-        "eventfd2": 290,
-        "epoll_create1": 291,
-    },
-    _ARM: {
-        "process_vm_readv": 270,
-        "process_vm_writev": 271,
-        "memfd_create": 279,
-        "pidfd_open": 434,
-        "sched_getaffinity": 123,
-        "eventfd2": 19,
-        "epoll_create1": 20,
-    },
+    "accept4": (288, 242),
+    "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21),
+    "eventfd2": (290, 19),
+    "fallocate": (285, 47),
+    "fcntl": (72, 25),
+    "getcpu": (309, 168),
+    "getrandom": (318, 278),
+    "getsockopt": (55, 209),
+    "ioctl": (16, 29),
+    "kill": (62, 129),
+    "madvise": (28, 233),
+    "membarrier": (324, 283),
+    "memfd_create": (319, 279),
+    "mlock": (149, 228),
+    "mprotect": (10, 226),
+    "mremap": (25, 216),
+    "pidfd_open": (434, 434),
+    "prctl": (157, 167),
+    "prlimit64": (302, 261),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "sched_getaffinity": (204, 123),
+    "sched_setaffinity": (203, 122),
+    "sched_yield": (24, 124),
+    "setsockopt": (54, 208),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "statx": (332, 291),
+    "sysinfo": (99, 179),
+    "tgkill": (234, 131),
 }
+"""Of each system call on each machine."""
+_ANY = 0xFFFFFFFF
+_PARTS = {
+    "fcntl(F_ADD_SEALS)": (1, _ANY, 1033),
+    "fcntl(F_GET_SEALS)": (1, _ANY, 1034),
+    "getsockopt(SO_PEERCRED)": (2, _ANY, 17),
+    "mprotect(PROT_EXEC)": (2, 4, 4),
+    "socket(AF_UNIX)": (0, _ANY, 1),
+    "socket(AF_INET)": (0, _ANY, 2),
+    "socket(AF_INET6)": (0, _ANY, 10),
+    "socket(AF_NETLINK)": (0, _ANY, 16),
+}
+"""A part of what a system call does: the number of an argument, a mask, and the value under it."""
 _NO_NEW_PRIVS, _SECCOMP, _FILTER = 38, 22, 2
-_LOAD_NUMBER, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_LOAD, _AND, _IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
+_ARGUMENTS = 16
+"""Where they lie in what a filter sees, behind the number of the call."""
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _CLONE_NEWPID, _CLONE_NEWNS = 0x20000000, 0x00020000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
@@ -43,7 +71,7 @@ class _Program(ctypes.Structure):
 
 def why_not() -> str:
     """Why system calls cannot be refused here, or empty."""
-    if platform.machine() not in _NUMBERS:
+    if platform.machine() not in _MACHINES:
         return f"the numbers of system calls of {platform.machine()} are not known"
     # Without a program EFAULT: the kernel knows filters; else EINVAL.
     known = _libc.prctl(_SECCOMP, _FILTER, None) != 0 and ctypes.get_errno() == errno.EFAULT
@@ -51,11 +79,18 @@ def why_not() -> str:
 
 
 def forbid(*calls: str, code: int = errno.EPERM) -> None:
-    """The kernel refuses these calls to this process and its children, from now on and for good. Before other threads start."""
-    numbers = [_NUMBERS[platform.machine()][call] for call in calls]
-    rows = [(_LOAD_NUMBER, 0, 0, 0)]
-    rows += [(_IF_EQUAL, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
-    rows += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | code)]
+    """The kernel refuses these calls, or parts of them (``"socket(AF_UNIX)"``), to this thread and to what it starts, from now
+    on and for good."""
+    rows: list[tuple[int, int, int, int]] = []
+    for call in calls:
+        number = _NUMBERS[call.partition("(")[0]][_MACHINES.index(platform.machine())]
+        refused = [(_RETURN, 0, 0, _ERRNO | code)]
+        if call in _PARTS:
+            argument, mask, value = _PARTS[call]
+            at = _ARGUMENTS + 8 * argument
+            refused = [(_LOAD, 0, 0, at), (_AND, 0, 0, mask), (_IF_EQUAL, 0, 1, value), *refused]
+        rows += [(_LOAD, 0, 0, 0), (_IF_EQUAL, 0, len(refused), number), *refused]
+    rows.append((_RETURN, 0, 0, _ALLOW))
     code_of = b"".join(struct.pack("<HBBI", *row) for row in rows)
     program = _Program(len(rows), code_of)
     if _libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or _libc.prctl(_SECCOMP, _FILTER, ctypes.byref(program)):

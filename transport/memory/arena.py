@@ -24,6 +24,7 @@ from math import prod
 import torch
 
 from ..errors import ArenaFull, RdmaError
+from ..sandboxed import REFUSED
 from . import children
 
 ALIGN = 64
@@ -81,6 +82,8 @@ class Segment:
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
+            if error.errno in REFUSED:
+                return  # then pages come when they are touched
             raise ArenaFull(
                 f"this host has no memory for {nbytes} more bytes of the arena: {error.strerror}",
                 hint="free memory (memory limits of containers count shared memory too), or lower arena_limit",
@@ -124,7 +127,16 @@ def default_limit() -> int:
             return parse_bytes(text)
         except ValueError:
             raise ValueError(f"RDMARPC_ARENA_LIMIT={text!r} is not a size; 512MiB or 8g would be") from None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return _memory_of_host() // 2
+
+
+def _memory_of_host() -> int:
+    """In bytes. Where a sandbox forbids sysinfo, libc's sysconf gives any number without an error, so it is asked last."""
+    try:
+        with open("/proc/meminfo") as file:
+            return int(file.readline().removeprefix("MemTotal:").split()[0]) << 10
+    except (OSError, ValueError, IndexError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def size_class(nbytes: int) -> int:

@@ -16,6 +16,7 @@ import os
 import numpy as np
 
 from ..errors import NotSupported, PeerLost
+from ..sandboxed import REFUSED, naming
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC, _ALLOW_SEALING = 1, 2
@@ -35,18 +36,21 @@ def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap
     holder of the descriptor can take mapped pages away. With ``read_only`` no holder can write it either, not even after
     opening it again (``/proc/self/fd``): only the returned mapping can be written. Raises ``NotSupported`` where the kernel
     cannot."""
-    fd = -1
+    fd, call = -1, "memfd_create"
     try:
         fd = _create(name)
         os.ftruncate(fd, nbytes)
         memory = mmap.mmap(fd, nbytes)
+        call = "fcntl with F_ADD_SEALS"
         fcntl.fcntl(fd, _ADD_SEALS, _SEALS | (_SEAL_FUTURE_WRITE if read_only else 0))
+        call = "fcntl with F_GET_SEALS"  # without which nobody's memory can be mapped here
+        fcntl.fcntl(fd, _GET_SEALS)
         return memory, fd
     except BaseException as error:
         if fd >= 0:
             os.close(fd)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
-            why = f"this system gives no sealed shared memory: {error}"
+        if isinstance(error, OSError) and error.errno in (errno.EINVAL, *REFUSED):
+            why = f"this system gives no sealed shared memory ({call}): {error}"
             raise NotSupported(why, device="shm", hint='use tcp (transport="tcp")') from error
         raise
 
@@ -69,9 +73,10 @@ def address_of(memory: mmap.mmap) -> int:
 
 
 def check_sealed(fd: int, nbytes: int) -> None:
-    """Whether this is memory of that size for good. ``PeerLost`` if not."""
+    """Whether this is memory of that size for good. ``PeerLost`` if not, ``NotSupported`` if the system does not tell."""
     try:
-        seals = fcntl.fcntl(fd, _GET_SEALS)
+        with naming("fcntl with F_GET_SEALS", device="shm"):
+            seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:
         raise PeerLost("what the peer handed over is no memfd", device="shm", status="PROTOCOL") from None
     if seals & _SEALS != _SEALS:

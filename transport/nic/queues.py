@@ -9,6 +9,7 @@ import os
 
 import numpy as np
 
+from ..sandboxed import naming
 from ..words import completions, kernels
 from ..words import layout as at
 from .provider import CompletionQueue, Context, DeviceAttr, QueuePair, SharedReceiveQueue
@@ -29,7 +30,8 @@ class Queues:
             undo.callback(self._cq.close)
             self._srq = context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
             undo.callback(self._srq.close)
-            self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            with naming("eventfd", device="verbs"):
+                self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._woken)
             self._block = PortBlock(context, self._cq, self._srq, bells=bells, woken=self._woken)
             undo.pop_all()

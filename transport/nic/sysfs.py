@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass, field
 
 from ..peers.address import interface_address
+from ..sandboxed import processors
 from .provider import Gid
 
 ROOT = "/sys/class/infiniband"
@@ -84,7 +85,7 @@ def distance(device: str) -> int | None:
     """NUMA distance from the processors that this process may run on to the adapter, the least one; ``None`` if unknown."""
     text = _read(ROOT, device, "device", "numa_node")
     node = int(text) if text else -1
-    mine = os.sched_getaffinity(0)
+    mine = processors()
     found = []
     for name in _list(NODES) if node >= 0 else []:
         if not (name.startswith("node") and name[4:].isdigit() and mine & _span(_read(NODES, name, "cpulist"))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import ipaddress
 import os
 import socket
@@ -12,12 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import NotSupported
+from ..sandboxed import REFUSED, naming
 
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # reserved for documentation
 _AF_PACKET = 17
 _FIELDS = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24), _AF_PACKET: slice(12, 18)}
 """Where the address lies in a ``sockaddr`` of each family."""
+_FLAGS, _ADDRESS, _HARDWARE = 0x8913, 0x8915, 0x8927
+"""Of ``ioctl``."""
 _LOOPBACK = "127.0.0.1", "::1"
 _VARIABLES = "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -46,7 +50,11 @@ def _raw_records() -> Iterator[tuple[str, int, int, bytes]]:
     """As ``_records``, with the family of the address, and of all that there are."""
     first = ctypes.POINTER(_Record)()
     if _libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "getifaddrs")
+        if ctypes.get_errno() not in REFUSED:
+            raise OSError(ctypes.get_errno(), "getifaddrs")
+        with naming("netlink sockets, nor ioctl in their place", device="tcp"):
+            yield from _asked_one_by_one()
+        return
     at = first
     try:
         while at:
@@ -57,6 +65,32 @@ def _raw_records() -> Iterator[tuple[str, int, int, bytes]]:
                 yield record.name.decode(), record.flags, family, raw[_FIELDS[family]]
     finally:
         _libc.freeifaddrs(first)
+
+
+def _asked_one_by_one() -> Iterator[tuple[str, int, int, bytes]]:
+    """As ``_raw_records``, where a sandbox forbids netlink, which getifaddrs asks. Of each interface one IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+
+        def asked(name: str, what: int) -> bytes:
+            return fcntl.ioctl(sock, what, name.encode().ljust(40, b"\0"))[16:]
+
+        flags = {}
+        for name in _lines("/proc/net/dev")[2:]:
+            name = name.partition(":")[0].strip()
+            flags[name] = int.from_bytes(asked(name, _FLAGS)[:2], sys.byteorder)
+            yield name, flags[name], _AF_PACKET, asked(name, _HARDWARE)[2:8]
+            with suppress(OSError):  # it may have none
+                yield name, flags[name], socket.AF_INET, asked(name, _ADDRESS)[4:8]
+    for line in _lines("/proc/net/if_inet6"):
+        address, *_, name = line.split()
+        yield name, flags.get(name, 0), socket.AF_INET6, bytes.fromhex(address)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _rank(address: str) -> tuple[bool, bool]:

@@ -10,13 +10,15 @@ import struct
 from collections.abc import Iterator
 
 from ..errors import PeerLost
+from ..sandboxed import naming
 
 _CREDENTIALS, _DESCRIPTOR = struct.Struct("3i"), struct.Struct("i")
 
 
 def credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel noted them when it connected, or listened."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    """Process and user at the other end, as the kernel noted them when it connected, or listened. Raises ``NotSupported``."""
+    with naming("SO_PEERCRED (getsockopt), which tells whose process the peer is", device="shm"):
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 

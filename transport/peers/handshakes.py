@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ..errors import GONE, PeerLost, RdmaError
+from ..sandboxed import REFUSED
 from .ended import nobody
 from .guard import Guard, hint_for
 
@@ -70,7 +71,7 @@ class Handshakes:
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in (errno.EMFILE, errno.ENFILE, *REFUSED):
                 self._guard.note(error, "accepting a connection")
                 time.sleep(_NO_DESCRIPTOR_S)  # the peer stays in the queue, and must not make us spin
             return
@@ -164,7 +165,8 @@ def dial(where: str, timeout: float, *, device: str) -> socket.socket:
         if isinstance(error, TimeoutError) or hint_for(error):
             raise
         status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
-        raise PeerLost(f"nobody listens there: {error}", peer=where, device=device, status=status) from None
+        why = "this system forbids the connection" if error.errno in REFUSED else "nobody listens there"
+        raise PeerLost(f"{why}: {error}", peer=where, device=device, status=status) from None
 
 
 def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import RdmaError
+from ..sandboxed import REFUSED, naming
 from .ended import nobody
 from .guard import Guard, broken_by
 from .handshakes import Handshakes
@@ -41,11 +42,10 @@ class Service:
         self._name, self._looks = name, looks
         self._hear, self._look, self._lost = hear, look, lost
         self._guard = guard
-        self._wake, self._woken = socket.socketpair()
+        with naming("socketpair", device=name):
+            self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector = _selector(listener, self._woken)
         self._watched: dict[socket.socket, Any] = {}
         self._stopping = False
         self.handshakes = Handshakes(listener, welcome, wake=self.wake, guard=guard, admits=admits)
@@ -127,3 +127,21 @@ class Service:
         self.handshakes.drop()
         for sock in (self._wake, self._woken):
             sock.close()
+
+
+def _selector(*socks: socket.socket) -> selectors.BaseSelector:
+    """What listens to these: Linux's epoll, or POSIX's poll where that is forbidden."""
+    for kind in (selectors.EpollSelector, selectors.PollSelector):
+        selector = None
+        try:
+            selector = kind()
+            for sock in socks:
+                selector.register(sock, selectors.EVENT_READ)
+            selector.select(0)
+            return selector
+        except OSError as error:
+            if selector is not None:
+                selector.close()
+            if error.errno not in REFUSED or kind is selectors.PollSelector:
+                raise
+    raise AssertionError

@@ -35,6 +35,7 @@ from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
+from ..sandboxed import naming, processors
 from ..timeouts import of_socket
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
@@ -46,6 +47,7 @@ _PROBE = struct.Struct("<Q")  # address of the probe word
 _SETUP = struct.Struct("<QIBI")  # uid, epoch, whether the peer's probe word could be read, length of the hello
 _MAX_HELLO = 64 << 10
 _QUEUE_PAUSE_S = 0.005
+_USE_TCP = "allow it in the sandbox (seccomp, systemd's RestrictAddressFamilies), or use tcp"
 
 
 def _same_user(sock: socket.socket) -> bool:
@@ -119,9 +121,11 @@ class ShmDevice(Device):
             undo.callback(self._give_back)
             self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
             undo.callback(self._heart.stop)
-            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(f"\0rdmarpc-{self.uid:016x}")
-            listener.listen(128)
+            with naming("Unix sockets (socket with AF_UNIX)", device=self.kind, hint=_USE_TCP):
+                listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.bind(f"\0rdmarpc-{self.uid:016x}")
+                listener.listen(128)
+            credentials(listener)
             self._attach()
             self._service = Service(
                 self.kind,
@@ -145,7 +149,7 @@ class ShmDevice(Device):
         return f"shm:{host_id()}:{self.uid:016x}".encode()
 
     def explain(self) -> str:
-        cores = len(os.sched_getaffinity(0))
+        cores = len(processors())
         reasons = sorted({channel.peer_memory.no_cma for channel in self._shm_channels()} - {""})
         cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
         if refused := [channel.peer for channel in self._shm_channels() if not channel.peer_memory.reaches_us]:

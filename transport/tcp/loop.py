@@ -7,7 +7,6 @@ that are silent. It never blocks. ``peers/service`` is the same for devices whos
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import socket
@@ -17,11 +16,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import NotSupported, PeerLost, RdmaError
+from ..errors import PeerLost, RdmaError
 from ..peers.ended import nobody
 from ..peers.guard import Guard, broken_by
 from ..peers.handshakes import Handshakes
 from ..peers.heartbeat import Looks
+from ..sandboxed import naming
 from .channel import TcpChannel
 from .wire import END_BROKEN, END_SILENT
 
@@ -50,16 +50,17 @@ class Loop:
         self._asked: deque[TcpChannel] = deque()
         self._stop_at = 0.0
         self._lock = threading.RLock()
-        try:
-            self._epoll = select.epoll()
+        with naming("eventfd", device="tcp"):
             self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
-                raise
-            why = f"this system does not let a process wait for sockets (epoll, eventfd): {error}"
-            raise NotSupported(why, device="tcp", hint="containers: allow both in the seccomp profile") from None
-        self._epoll.register(listener, _IN)
-        self._epoll.register(self._woken, _IN)
+        try:
+            with naming("epoll", device="tcp"):
+                self._epoll = select.epoll()
+                self._epoll.register(listener, _IN)
+                self._epoll.register(self._woken, _IN)
+                self._epoll.poll(0)
+        except BaseException:
+            os.close(self._woken)
+            raise
         self._thread = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
 
     def start(self) -> None:

@@ -7,6 +7,7 @@ GIL go, and calls the kernel (``compiler``). So a call costs what a builtin's co
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,8 @@ import llvmlite.binding as llvm
 ERRORS = {TypeError: "rdmarpc.TypeError", RuntimeError: "rdmarpc.RuntimeError"}
 """The names under which code finds these classes."""
 _METH_FASTCALL = 0x0080
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype = ctypes.py_object
 _new_builtin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -62,6 +65,16 @@ def _engine() -> llvm.ExecutionEngine:
     for kind, name in ERRORS.items():
         llvm.add_symbol(name, id(kind))
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+
+
+@cache
+def why_not() -> str:
+    """Why the system does not let this process make machine code, which LLVM would find out by a SIGSEGV; empty if it does."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    if not _libc.mprotect(start, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
+        return ""
+    return f"this system does not let a process make memory executable (mprotect): {os.strerror(ctypes.get_errno())}"
 
 
 def has_symbol(name: str) -> bool:

@@ -215,6 +215,42 @@ def test_a_rank_that_is_lost_before_a_post(post: str):
     assert outcomes[1].exit_code == (0 if post == "piece to who has left" else -signal.SIGKILL)
 
 
+def _all_gone(meeting: Meeting) -> None:
+    """Rank 2 is killed, and rank 1 has left because of it, when rank 0 begins a call that makes memory grow."""
+    join(meeting, 3, "gone")
+    group: Any = dist.group.WORLD
+    dist.barrier()
+    meeting.step("there", 3)
+    if meeting.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if meeting.rank == 1:
+        name, _, text = caught(lambda: dist.all_reduce(torch.ones(1_000_000)))
+        assert name == "PeerLost" and "rank 2 was lost" in text, (name, text)
+        dist.destroy_process_group()
+        meeting.say("left")
+        return
+    meeting.hear("left")
+    lanes = group.engine.streams.lanes
+    eventually(lambda: all(lane.channel.error is not None for lane in lanes.values()))
+    large = torch.ones(1_000_000)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(large),
+        "send": lambda: dist.send(large, 1),
+        "receive": lambda: dist.recv(large, 1),
+    }
+    name, _, text = caught(calls[os.environ["TEST_CALL"]])
+    assert name == "PeerLost" and "rank 2 was lost" in text, (name, text)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("call", ["all_reduce", "send", "receive"])
+def test_who_left_because_of_a_loss_is_not_taken_for_its_cause(call: str, device: str):
+    """``the peer closed the channel``, of the rank that had only left."""
+    environment = {"TEST_CALL": call, "RDMARPC_COLLECTIVES_DEVICE": device}
+    results(run_group(_all_gone, 3, dynamic=True, environment=environment, timeout=60)[:2])
+
+
 def test_the_news_of_a_loss_goes_before_that_of_a_leaving(monkeypatch: pytest.MonkeyPatch):
     """Rank 1 leaves because rank 2 was lost, which is seen here after that."""
     from rdmarpc.ranks import meeting

@@ -171,3 +171,50 @@ def _dropped(meeting: Meeting) -> int:
 def test_nothing_is_kept_of_calls_that_nobody_waits_for():
     """Messages kept their tensors; so did a coalescing manager whose body had raised, which went on to collect calls."""
     assert min(results(run_group(_dropped, 2, dynamic=True, timeout=100))) > 80
+
+
+def _unmatched(meeting: Meeting) -> dict[str, int]:
+    """Messages that never come, and calls that rank 1 never makes, in groups that end in each way; then what is kept."""
+    _join(meeting, 2)
+    rank, held, found = meeting.rank, [], {}
+
+    def large(count: int = 64 << 10) -> torch.Tensor:
+        made = torch.ones(count)
+        held.append(weakref.ref(made))
+        return made
+
+    def alive() -> int:
+        gc.collect()
+        return sum(each() is not None for each in held)
+
+    for end in ("destroyed", "aborted", "failed"):
+        held.clear()
+        group: Any = dist.new_group(timeout=timedelta(seconds=0.5 if end == "failed" else 60))
+        for _ in range(3):
+            dist.irecv(large(), 1 - rank, group=group, tag=7)
+            dist.irecv(large(128 << 10)[::2], 1 - rank, group=group, tag=8)
+            dist.irecv(large(), group=group, tag=9)
+            if rank == 0:
+                dist.isend(large(1 << 20), 1, group=group)
+        if rank == 0 and end != "destroyed":  # which would wait for them
+            dist.all_gather([large(), large()], large(), group=group, async_op=True)
+        meeting.step(end, 2)
+        if rank == 0 and end == "aborted":
+            group.abort()
+        if rank == 0 and end == "failed":
+            with pytest.raises(RuntimeError, match="was not done within"):
+                dist.recv(torch.ones(3), 1, group=group, tag=10)
+            eventually(lambda: alive() <= 1)  # what was under way may move until the group is destroyed
+        meeting.step(f"{end} at both", 2)
+        found[end] = len(held)
+        dist.destroy_process_group(group)
+        del group
+        eventually(alive, 0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_nothing_is_kept_of_messages_that_never_come():
+    """A group that ended in the middle of them left up to 1024 tensors behind."""
+    assert all(min(found.values()) >= 9 for found in results(run_group(_unmatched, 2, dynamic=True, timeout=100)))

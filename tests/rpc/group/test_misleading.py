@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import sandbox
@@ -67,6 +69,83 @@ def without_descriptors_of_processes(meeting):
 @pytest.mark.skipif(bool(sandbox.why_not()), reason=sandbox.why_not())
 def test_a_job_runs_where_a_sandbox_forbids_calls():
     assert results(run_group(without_descriptors_of_processes, dynamic=True))[0] == {"shm"}
+
+
+needs_filters = pytest.mark.skipif(bool(sandbox.why_not()), reason=sandbox.why_not())
+ANYWHERE = [
+    "fallocate",
+    "getcpu",
+    "getrandom",
+    "kill",
+    "madvise",
+    "membarrier",
+    "mlock",
+    "mremap",
+    "pidfd_open",
+    "prctl",
+    "prlimit64",
+    "process_vm_readv+process_vm_writev",
+    "sched_getaffinity",
+    "sched_setaffinity",
+    "sched_yield",
+    "socket(AF_INET6)",
+    "socket(AF_NETLINK)",
+    "statx",
+    "sysinfo",
+    "tgkill",
+]
+"""What a rank does without, or does otherwise, whatever its device."""
+NEEDED = {
+    "memfd_create": ("shm", "memfd_create"),
+    "fcntl(F_ADD_SEALS)": ("shm", "F_ADD_SEALS"),
+    "fcntl(F_GET_SEALS)": ("shm", "F_GET_SEALS"),
+    "getsockopt(SO_PEERCRED)": ("shm", "SO_PEERCRED"),
+    "socket(AF_UNIX)": ("shm", "AF_UNIX"),
+    "socketpair": ("shm", "socketpair"),
+    "epoll_create1": ("tcp", "epoll"),
+    "epoll_ctl": ("tcp", "epoll"),
+    "eventfd2": ("tcp", "eventfd"),
+    "mprotect(PROT_EXEC)": ("both", "mprotect"),
+}
+"""Without which one of the devices does not open, and what its error says. The other one works."""
+
+
+def over(meeting, devices, calls, code=errno.EPERM, refused=(1,)):
+    """The ranks ``refused`` may not use ``calls``; both call each other over each device."""
+    if meeting.rank in refused:
+        sandbox.forbid(*calls.split("+"), code=code)
+    for device in devices:
+        meeting.join(world_size=2, transport=device, init_method=f"file://{meeting._place}-{device}")
+        for size in (1, 1 << 20, 1 << 20):
+            tensor = torch.arange(float(size)) + meeting.rank
+            assert torch.equal(rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (tensor,)), tensor)
+        assert {link.channel.device.name for link in agent.current().links.rows.values()} == {device}
+        assert "spins" in agent.current().device.explain() or device == "tcp"
+        rpc.shutdown()
+
+
+@needs_filters
+@pytest.mark.parametrize("calls", ANYWHERE)
+def test_a_job_runs_without_this_call(calls):
+    results(run_group(partial(over, devices=["shm", "tcp"], calls=calls), dynamic=True))
+
+
+@needs_filters
+@pytest.mark.parametrize("calls", ["fallocate", "pidfd_open", "process_vm_readv+process_vm_writev", "sched_getaffinity"])
+def test_a_job_runs_on_a_system_that_does_not_know_this_call(calls):
+    results(run_group(partial(over, devices=["shm", "tcp"], calls=calls, code=errno.ENOSYS), dynamic=True))
+
+
+@needs_filters
+@pytest.mark.parametrize("call", NEEDED)
+def test_a_call_that_a_device_needs_is_named(call):
+    device, text = NEEDED[call]
+    for each in ("shm", "tcp"):
+        if device not in (each, "both"):
+            results(run_group(partial(over, devices=[each], calls=call), dynamic=True))
+            continue
+        for found in run_group(partial(over, devices=[each], calls=call, refused=(0, 1)), dynamic=True):
+            assert found.error == "NotSupported" and text in found.text.splitlines()[0], found.text
 
 
 def test_pythons_that_were_built_for_an_old_system(monkeypatch):
