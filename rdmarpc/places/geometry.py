@@ -85,7 +85,8 @@ def dressed(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 def view(base: torch.Tensor, geometry: Geometry, offset: int) -> torch.Tensor:
     """The view of a strided tensor's storage with this geometry, at ``offset`` elements of its dtype."""
-    base = bare(base)
+    if base.is_conj() or base.is_neg():
+        base = bare(base)
     if base.dtype != geometry.dtype:
         found = torch.empty(0, dtype=geometry.dtype, device=base.device)
         found.set_(base.untyped_storage(), offset, geometry.shape, geometry.strides)

@@ -49,6 +49,7 @@ from .autocast import inside
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
 from .gpus import at_device
 from .plain import decode, dump_error, encode, load
+from .programs import Program
 
 REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
@@ -76,18 +77,6 @@ class Void:
 
     def __init__(self, error: bytes, position: int) -> None:
         self.error, self.position = error, position
-
-
-class Program:
-    """Messages to be run many times. ``inside``: (position, number of a tensor that they make); ``given``: (position, which of
-    a replay's values)."""
-
-    __slots__ = ("given", "inside", "words")
-
-    def __init__(self, told: list[int]) -> None:
-        inside, given, *rest = told
-        pairs = list(zip(rest[: 2 * (inside + given) : 2], rest[1 : 2 * (inside + given) : 2]))
-        self.inside, self.given, self.words = pairs[:inside], pairs[inside:], rest[2 * (inside + given) :]
 
 
 class Signature:
@@ -518,19 +507,22 @@ class Runner:
     # -- programs
 
     def _program(self, words: list[int], at: int) -> None:
-        self.values[words[at]] = Program(words[at + 1 : at - 1 + (words[at - 1] >> 8)])
+        told = words[at + 1 : at - 1 + (words[at - 1] >> 8)]
+        self.values[words[at]] = Program(told, self.signatures, self.metas)
 
     def _replay(self, words: list[int], at: int) -> None:
-        program, base, at = self.values[words[at]], words[at + 1], at + 2
-        messages = program.words.copy()
-        for where, number in program.inside:
-            messages[where] = base + number
-        for where, index in program.given:
-            messages[where] = words[at + index]
-        line, at, end = self._line if observing.line is not None else None, 0, len(messages)
-        while at < end:
-            self._message(messages, at, line)
-            at += messages[at] >> 8
+        program, base, given = self.values[words[at]], words[at + 1], words[at + 2 : at - 1 + (words[at - 1] >> 8)]
+        line = self._line if observing.line is not None else None
+        reached = 0
+        if line is None and self.void is None:
+            reached = program.run(self.values, base, given, self._run, self)
+            if reached < 0:
+                self.operations += program.operations
+                return
+        messages = program.messages(base, given)
+        while reached < len(messages):
+            self._message(messages, reached, line)
+            reached += messages[reached] >> 8
 
     def _rename(self, words: list[int], at: int) -> None:
         for old, new in zip(*[iter(words[at : at - 1 + (words[at - 1] >> 8)])] * 2):
