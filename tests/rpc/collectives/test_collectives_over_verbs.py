@@ -3,8 +3,11 @@ what later calls of a signature post, training beside gloo, a rank that is kille
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -286,6 +289,76 @@ def _planned(meeting: Meeting) -> int:
 
 def test_later_calls_only_write(record_property: Callable[[str, object], None]) -> None:
     over_verbs(_planned, SIZE, record_property)
+
+
+# -- memory
+
+
+def _registered() -> int:
+    """Memory regions that this process holds at the adapters, as the kernel counts them."""
+    told = subprocess.run(["rdma", "-j", "resource", "show", "mr"], capture_output=True, check=True, timeout=60.0).stdout
+    return sum(entry.get("pid") == os.getpid() for entry in json.loads(told or "[]"))
+
+
+def _mapped() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:rdmarpc" in line for line in maps)
+
+
+def _growing_group(rank: int) -> None:
+    """Small calls, then large ones, for which its lanes and their slots grow, then small ones."""
+    group: Any = dist.new_group()
+    lanes = [lanes[1 - rank] for lanes in group.members.lanes]
+    few = [lane.in_depth for lane in lanes]
+    for count in (10, 3 << 18, 10):
+        x = torch.arange(float(count))
+        total, found = x + rank, [torch.empty(count) for _ in range(2)]
+        dist.all_reduce(total, group=group)
+        dist.all_gather(found, x * (rank + 2), group=group)
+        same([total, *found], [2 * x + 1, 2 * x, 3 * x], ("grown", count))
+        other = torch.empty(count)
+        pair = [dist.P2POp(dist.isend, x - rank, 1 - rank, group), dist.P2POp(dist.irecv, other, 1 - rank, group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        same(other, x - (1 - rank), ("grown, message", count))
+    for lane, before in zip(lanes, few, strict=True):
+        assert lane.in_depth == lane.most > before, (lane.in_depth, lane.most, before)
+    dist.destroy_process_group(group)
+
+
+def _held(group: Any) -> dict[str, int]:
+    from timing import eventually
+
+    domain = group.members.domain
+    dist.barrier()
+    eventually(lambda: domain.keep(()) or not domain._kept)
+    found = counters(group)
+    return {"registered": _registered(), "mapped": _mapped(), **{name: found[name] for name in ("segments", "arena_used")}}
+
+
+def _grown(meeting: Meeting) -> int:
+    """Further groups that grow take what earlier ones have given back; the last one gives all back to the system."""
+    from timing import eventually
+
+    group, rank = join(meeting, 2), meeting.rank
+    first = _held(group)
+    _growing_group(rank)
+    grown = _held(group)
+    assert 0 < first["registered"] < grown["registered"], (first, grown)
+    for _ in range(3):
+        _growing_group(rank)
+        assert _held(group) == grown
+    nbytes = counters(group)["bytes_direct"]
+    dist.barrier()
+    del group
+    dist.destroy_process_group()
+    gc.collect()
+    eventually(lambda: (_registered(), _mapped()), (0, 0))
+    return nbytes
+
+
+def test_groups_that_grow_give_their_memory_back(record_property: Callable[[str, object], None]) -> None:
+    over_verbs(_grown, 2, record_property)
 
 
 # -- training
