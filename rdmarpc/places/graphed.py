@@ -56,9 +56,12 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
-            leaves, spec = tree_flatten((args, kwargs))
+            leaves, tree = list(args), ""
+            if kwargs or not all(isinstance(each, torch.Tensor) for each in args):
+                leaves, spec = tree_flatten((args, kwargs))
+                tree = repr(spec)
             tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-            form = self._form((_arguments(leaves), repr(spec), self._around()))
+            form = self._form((_arguments(leaves), tree, self._around()))
             program = form.program
             checks = self.check > 0 and (self.replays + self.runs) % self.check == self.check - 1
             if program is not None and not checks and not observing.observers and program.holds():

@@ -82,7 +82,8 @@ class Program:
         if signature.grad is not self._grad:
             self._grad = signature.grad
             lines.append(f"{self._bind(torch._C._set_grad_enabled)}({signature.grad})")
-        lines.append(f"r = {self._bind(signature.func)}({', '.join([*arguments, *keywords])})")
+        function = getattr(signature.func, "_op", signature.func)  # what an overload calls
+        lines.append(f"r = {self._bind(function)}({', '.join([*arguments, *keywords])})")
         expected, first = signature.expected, self._term(at + 2)
         several = len(expected) != 1
         if not several:
