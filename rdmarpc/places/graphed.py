@@ -68,7 +68,7 @@ class Graphed:
                 self.replays += 1
                 return program.replay(tensors)
             self.runs += 1
-            if form.tries >= _TRIES:
+            if form.tries >= _TRIES or observing.capture:  # another step, here or in another thread, is captured
                 return tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
             return self._captured(form, tensors, args, kwargs, checks)
 
@@ -286,7 +286,7 @@ class Program:
         self._replaced: list[tuple[weakref.ref[Any], Plain]] = []
         """Plain tensors that lie over something new behind a call."""
         self._read: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        """Of them, those of which the step reads the gradient that the call before has left."""
+        """Leaves, and what has to be their gradient before a call: the step reads it, or adds to it."""
         self._place_gradients(gradients)
         self._kept: dict[int, Storage] = {}
         self._states: dict[Stream, tuple[Any, ...]] = {}
@@ -335,6 +335,10 @@ class Program:
             kept = gradients.setdefault((id(ref()), geometry(grad)), grad)
             self._placed_here[key].append((ref, kept))
             self._replaced.append((weakref.ref(kept), capture.plain(grad)))
+        made = {id(ref()) for _, ref in (*capture.gradients, *capture.gradients_here)}
+        for ref in capture.leaves:
+            if id(ref()) not in made and _gradient(ref) is not None:
+                self._read.append((ref, _gradient(ref)))
         self._gradients = [each for placed in (self._placed, self._placed_here) for found in placed.values() for each in found]
 
     def _watch(self) -> None:
@@ -496,7 +500,8 @@ class Program:
                 else _over(local.storage, value.offset, value.geometry)
             )
         if isinstance(value, Result):
-            self._ref(value.ref)
+            if self._ref(value.ref)[0] in self._static.values():
+                raise NotSupported("it returns what the call before has left")
             return value
         if isinstance(value, dict):
             return {name: self._kept_alive(each) for name, each in value.items()}

@@ -77,6 +77,8 @@ class Program:
         arguments: list[str] = []
         for argument in signature.takes:
             arguments.append(arguments[argument[1]] if argument[0] == "s" else self._argument(argument))
+        if not all(key.isidentifier() for key, _ in signature.keywords):
+            raise ValueError(f"{signature.name} has arguments that are no names")  # they come from another process
         keywords = [f"{key}={self._argument(argument)}" for key, argument in signature.keywords]
         lines = []
         if signature.grad is not self._grad:

@@ -126,6 +126,47 @@ def test_like_one_process(group, name):
     group.run(like_one_process, name)
 
 
+def gradients_elsewhere() -> None:
+    """A step that adds to gradients, which the program drops, replaces, or lets be."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            return loss
+
+        return step
+
+    for placement in (HALVES, {"2": "worker1"}):
+        pair = Pair(mlp(), momentum, placement, make)
+        for turn, (x, y) in enumerate(batches(40)):
+            for net in (pair.alone, pair.placed):
+                if turn % 10 in (0, 2, 3, 6):
+                    net.zero_grad()
+                if turn % 10 == 8:
+                    net[2].weight.grad = torch.ones_like(net[2].weight)
+            pair.both(x, y)
+        assert pair.graph.replays >= 10, (pair.graph.replays, pair.graph.why)
+        pair.end(pair.graph.replays)
+
+
+def test_gradients_elsewhere(group):
+    group.run(gradients_elsewhere)
+
+
+def within_each_other() -> None:
+    """A graph that is called within another one is Python there."""
+    inner = rpc.graphed(lambda x: x.tanh() * 2)
+    outer = rpc.graphed(lambda x: inner(x.to(rpc.device("worker1"))) + inner(x.to(rpc.device("worker1")) + 1))
+    for x, _ in batches(6):
+        assert torch.equal(outer(x).cpu(), x.tanh() * 2 + (x + 1).tanh() * 2)
+    assert outer.replays == 4 and inner.replays == 0, (outer.replays, outer.why)
+
+
+def test_within_each_other(group):
+    group.run(within_each_other)
+
+
 def results_are_new() -> None:
     pair = Pair(mlp(), momentum, HALVES)
     kept, wanted = [], []
