@@ -198,6 +198,10 @@ class RemoteTensor(torch.Tensor):
             mirror.fill(start, raw(handle.stream.fetch(handle.name, start, memory)))
         return mirror.address + start
 
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, kind: type = torch.Tensor) -> torch.Tensor | None:
+        """A gradient for what torch has compiled to run here is a copy here."""
+        return at_place(self.detach(), None) if kind is torch.Tensor else None
+
     def __dlpack__(self, **options: Any) -> Any:
         raise NotSupported(
             "a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home"

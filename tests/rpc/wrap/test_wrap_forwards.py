@@ -4,6 +4,7 @@ Each net is trained beside the same in one process, in two placements."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import random
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import wrap
+from beside import assert_same, wrap
 from net_programs import DATA, PLACEMENTS, Net, Programs
 from torch import nn
 
@@ -300,3 +301,25 @@ def native_operators() -> None:
 
 def test_operators_of_a_library_in_another_language(drive):
     drive(native_operators)
+
+
+def compiled_here() -> None:
+    """A part that torch has compiled to run here gets gradients from a worker."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3))
+    alone, placed = copy.deepcopy(net), wrap(net, {"1": "worker1"})
+    firsts = [torch.compile(each[0], backend="aot_eager") for each in (alone, placed)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, placed)]
+    for _ in range(3):
+        x, losses = torch.randn(4, 6), []
+        for first, each, optimizer in zip(firsts, (alone, placed), optimizers):
+            optimizer.zero_grad()
+            losses.append(each[1](first(x)).pow(2).sum())
+            losses[-1].backward()
+            optimizer.step()
+        assert_same(*(loss.detach() for loss in losses))
+        assert_same(*([p.grad for p in each.parameters()] for each in (alone, placed)))
+
+
+def test_compiled_here(drive):
+    drive(compiled_here)
