@@ -22,9 +22,9 @@ inside = _Inside()
 _library = torch.library.Library("aten", "IMPL")
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator on plain tensors below ``__torch_dispatch__``, with autocast within its kernel as above."""
-    with contextlib.nullcontext() if inside.dtype is None else torch.autocast("cpu", inside.dtype, cache_enabled=False):
+def run(func: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
+    """Call an operator on plain tensors below ``__torch_dispatch__``, with autocast to ``dtype`` within its kernel."""
+    with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False):
         return func(*args, **kwargs)
 
 

@@ -230,7 +230,7 @@ class Capture(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         told = self._told(args, kwargs) if not _shapes_only(tensors) else None
-        out = autocast.run(func, args, kwargs)
+        out = autocast.run(func, args, kwargs, autocast.inside.dtype)
         if told is not None and not isinstance(out, RemoteTensor) and not _shapes_only(tree_leaves(out)):
             self._ran(operator(func), args, kwargs, told, out, autocast.inside.dtype)
         return out

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..transport import NotSupported
-from . import observing, ring
+from . import autocast, observing, ring
 from .capture import Brought, Capture, Crossed, Event, Fetched, Number, Plain, Posted, Ran, Ref, Result, difference, plains
 from .geometry import Geometry, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
@@ -75,8 +75,8 @@ class Graphed:
     def _around(self) -> tuple[Any, ...]:
         """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train,
         numbers of optimizers, which gradients there are."""
-        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
         training = tuple(module.training for ref in self._modules.values() if (module := ref()) is not None)
         numbers = tuple(_numbers(found) for ref in self._optimizers.values() if (found := ref()) is not None)
         without = tuple(leaf.grad is None for ref in self._leaves.values() if (leaf := ref()) is not None)
@@ -320,8 +320,8 @@ class Program:
     def _place_gradients(self, gradients: Gradients) -> None:
         """Choose the tensors that are gradients behind a call."""
         capture = self._capture
-        self._placed: defaultdict[int, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = defaultdict(list)
-        self._placed_here: defaultdict[int, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = defaultdict(list)
+        self._placed: defaultdict[int, list[tuple[weakref.ref[torch.Tensor], Any]]] = defaultdict(list)
+        self._placed_here: defaultdict[int, list[tuple[weakref.ref[torch.Tensor], Any]]] = defaultdict(list)
         for number, ref in capture.gradients:
             grad: Any = _gradient(ref)
             lies = grad._handle.stream, grad._meta, grad._offset, grad._at, grad._handle.nbytes
@@ -494,11 +494,7 @@ class Program:
         if isinstance(value, Plain):
             local = self._capture.locals[value.key]
             self._read += self._placed_here.get(local.left, ()) if local.left is not None else ()
-            return (
-                value
-                if local.storage is None or local.argument is not None
-                else _over(local.storage, value.offset, value.geometry)
-            )
+            return value if local.storage is None else _over(local.storage, value.offset, value.geometry)
         if isinstance(value, Result):
             if self._ref(value.ref)[0] in self._static.values():
                 raise NotSupported("it returns what the call before has left")
@@ -528,8 +524,8 @@ class Program:
         for stream, state in self._states.items():
             if stream.state != state:
                 stream.tell_state(state)
-        autocast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
-        with torch._C._AutoDispatchBelowAutograd(), autocast:
+        plainly = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+        with torch._C._AutoDispatchBelowAutograd(), plainly:
             for index, step in enumerate(self._steps):
                 if isinstance(step, Run):
                     self._run(step, call)
@@ -569,11 +565,8 @@ class Program:
 
     def _here(self, event: Ran, call: Call) -> None:
         args, kwargs = self._filled(event.args, call), self._filled(event.kwargs, call)
-        with contextlib.nullcontext() if event.autocast is None else torch.autocast("cpu", event.autocast, cache_enabled=False):
-            out = event.op.func(*args, **kwargs)
-        found = (
-            [out] if isinstance(out, torch.Tensor) else [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
-        )
+        out = autocast.run(event.op.func, args, kwargs, event.autocast)
+        found = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         for plain, tensor in zip(event.results, found):
             if self._capture.locals[plain.key].made:
                 call.locals.setdefault(plain.key, tensor)
@@ -621,6 +614,8 @@ class Program:
                 at = at if at == -1 else offset
             elif number is None:
                 storage = self._kept[name]
+            elif number in self._placed:
+                storage = self._placed[number][0][1]._handle
             elif number in capture.left:
                 storage = capture.storages[name]()
             elif number in self._brought:

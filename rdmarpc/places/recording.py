@@ -322,7 +322,7 @@ class _Here(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each is not RemoteTensor for each in types):
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
-        out = autocast.run(func, args, kwargs or {})
+        out = autocast.run(func, args, kwargs or {}, autocast.inside.dtype)
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
         return out

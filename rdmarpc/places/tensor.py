@@ -565,7 +565,7 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
 def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on plain tensors, as a part of one on remote ones."""
-    out = autocast.run(op.func, args, kwargs)
+    out = autocast.run(op.func, args, kwargs, autocast.inside.dtype)
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out

@@ -154,6 +154,25 @@ def test_gradients_elsewhere(group):
     group.run(gradients_elsewhere)
 
 
+def returned_gradients() -> None:
+    """A gradient is one tensor for all forms of a step, also as a result."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        step = trains(net, optimizer)
+        return lambda x, y: (step(x, y)[0], net[2].weight.grad, net[0].bias.grad)
+
+    pair = Pair(mlp(), momentum, HALVES, make)
+    for turn in range(6):
+        for size in (4, 3):
+            pair.both(*batches(turn + 1, size)[-1])
+    assert pair.graph.replays >= 4, pair.graph.why
+    pair.end(pair.graph.replays)
+
+
+def test_returned_gradients(group):
+    group.run(returned_gradients)
+
+
 def within_each_other() -> None:
     """A graph that is called within another one is Python there."""
     inner = rpc.graphed(lambda x: x.tanh() * 2)
