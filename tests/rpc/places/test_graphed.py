@@ -50,6 +50,22 @@ def trains(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
+def minimizes(loss_of: Callable[..., torch.Tensor]) -> Callable[[nn.Module, torch.optim.Optimizer], Step]:
+    """Makes the step that goes down ``loss_of(net, ...)``, which it returns."""
+
+    def make(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        def step(*args: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, *args)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    return make
+
+
 def batches(count: int, size: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(1)
     return [(torch.randn(size, 6, generator=draw), torch.randn(size, 3, generator=draw)) for _ in range(count)]
@@ -487,16 +503,7 @@ def late_errors() -> None:
     """An error in a replay comes late, with the line of the call; then all goes on."""
     table = nn.Embedding(5, 3)
 
-    def make(net: nn.Module, optimizer: Any) -> Step:
-        def step(index: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = net(index).sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
+    make = minimizes(lambda net, index: net(index).sum())
     pair = Pair(table, momentum, {"": "worker1"}, make)
     index = torch.arange(4)
     for _ in range(6):
@@ -551,17 +558,7 @@ def many_words() -> None:
     net = nn.Sequential(*[layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.Tanh())])
     placement = {f"{index}": f"worker{1 + index // 2 % 2}" for index in range(120)}
 
-    def make(net: nn.Module, optimizer: Any) -> Step:
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    pair = Pair(net, momentum, placement, make)
+    pair = Pair(net, momentum, placement, minimizes(lambda net, x: net(x).square().mean()))
     for turn in range(6):
         pair.both(torch.randn(300, 64, generator=torch.Generator().manual_seed(turn)))
     pair.end(replays=3)
@@ -572,18 +569,11 @@ def test_many_words(group):
 
 
 def within_autocast() -> None:
-    def make(net: nn.Module, optimizer: Any) -> Step:
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = F.mse_loss(net(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
+    def loss_of(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(net(x), y)
 
-        return step
-
-    pair = Pair(mlp(), momentum, {"2": "worker1"}, make)
+    pair = Pair(mlp(), momentum, {"2": "worker1"}, minimizes(loss_of))
     for x, y in batches(7):
         pair.both(x, y)
     assert pair.graph.replays >= 3, pair.graph.why
