@@ -424,8 +424,10 @@ class Capture(TorchDispatchMode):
 
 def _asks(op: Operator) -> str:
     """Why a step is refused that goes on by the values that an operator gives."""
-    counter = ", or an optimizer its counter: fused=True" if op.name.startswith(_ASKING) else ""
-    return f"it asks what {op.name} gives (a branch, say{counter})"
+    where = (
+        "item(), a branch, or an optimizer's count of steps: use fused=True" if op.name.startswith(_ASKING) else "a branch, say"
+    )
+    return f"it asks what {op.name} gives ({where})"
 
 
 def _shapes_only(values: list[Any]) -> bool:

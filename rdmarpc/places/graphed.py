@@ -72,6 +72,10 @@ class Graphed:
                 return tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
             return self._captured(form, tensors, args, kwargs, checks)
 
+    def __repr__(self) -> str:
+        why = f"; the last reason to run Python: {self.why}" if self.why else ""
+        return f"<graphed {self.step!r}: Python ran in {self.runs} calls, not in {self.replays}{why}>"
+
     def _around(self) -> tuple[Any, ...]:
         """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train,
         numbers of optimizers, which gradients there are."""

@@ -389,7 +389,7 @@ def python_runs(name: str) -> None:
     pair = Pair(mlp(), optimizer, HALVES, make)
     for x, y in batches(12):
         pair.both(x, y)
-    assert why in pair.graph.why, pair.graph.why
+    assert why in pair.graph.why and pair.graph.why in repr(pair.graph), pair.graph.why
     pair.end(replays=0, runs=12)
 
 
