@@ -22,7 +22,7 @@ from ..base.worker_info import WorkerInfo
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..links import exits, holding
+from ..links import exits, reads
 from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
@@ -132,7 +132,7 @@ class Agent:
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        resume = partial(holding.resume, self.callee)
+        resume = partial(reads.resume, self.callee)
         self.reading = Reading(self.links, self.losses, self.progress, self.device.name, resume, _takes(self))
         self.progress.read = self.reading.read
         self.pool.start()
@@ -355,7 +355,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.pool.submit(partial(holding.resume, self.callee, link))
+                self.pool.submit(partial(reads.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
