@@ -156,23 +156,17 @@ class Group:
         """The worker that a name, rank or ``WorkerInfo`` means."""
         if isinstance(to, WorkerInfo):
             to = to.name
-        if isinstance(to, str):
-            found = self.workers.by_name.get(to)
-            if found is None or found.number in self.lost:
+        by_name = isinstance(to, str)
+        if not by_name and type(to) not in (int, bool):
+            raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        for again in (True, False):
+            found = self.workers.by_name.get(to) if by_name else self.workers.get(to)
+            if found is not None and not (again and found.number in self.lost):
+                return found
+            if again:
                 self.refresh()
-                found = self.workers.by_name.get(to)
-            if found is None:
-                raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination name {to}")
-            return found
-        if type(to) in (int, bool):
-            found = self.workers.get(to)
-            if found is None or found.number in self.lost:
-                self.refresh()
-                found = self.workers.get(to)
-            if found is None:
-                raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination id {to}")
-            return found
-        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        kind = "name" if by_name else "id"
+        raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination {kind} {to}")
 
     # -- the end
 

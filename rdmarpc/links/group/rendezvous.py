@@ -16,19 +16,16 @@ import socket
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from ...options import RpcBackendOptions
 from ...transport import AuthenticationError, PeerLost, TransferTimeout
 from . import slurm
 from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
 from .members import Record, record_key, refuse_twins
 from .restarts import Restarts, restarted_by_launcher, runs
-
-if TYPE_CHECKING:
-    from ...options import RpcBackendOptions
 
 _met: dict[bytes, int] = {}
 """How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
