@@ -20,15 +20,8 @@ _inherited = False
 """Whether this process was forked while RPC was up, and has not used RPC itself since."""
 
 
-def current() -> Any:
-    """This process's agent. ``RuntimeError`` before ``init_rpc``, after ``shutdown``, and in a forked child."""
-    if _current is None:
-        raise RuntimeError(forked.TEXT if _inherited else _NOT_INITIALIZED)
-    return _current
-
-
-def require(message: str) -> Any:
-    """As ``current``, with the caller's text for the error."""
+def current(message: str = _NOT_INITIALIZED) -> Any:
+    """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown`` (``message``), and in a forked child."""
     if _current is None:
         raise RuntimeError(forked.TEXT if _inherited else message)
     return _current

@@ -546,5 +546,5 @@ def _seconds(timeout: float) -> float:
 
 # Typed for the rooms above, which may know all of the agent.
 current: Callable[[], Agent] = here.current
-require: Callable[[str], Agent] = here.require
+require: Callable[[str], Agent] = here.current
 found: Callable[[], Agent | None] = here.found

@@ -164,7 +164,7 @@ class Caller:
         self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
         self._decode = self.answers.decode
         self._calls = itertools.count(1)
-        pool.finish = self._finish_all
+        progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
         self._ticking = self.timeouts.ticking
 

@@ -36,7 +36,10 @@ def chosen_secret(options: RpcBackendOptions) -> bytes:
     elif text := os.environ.get("RDMARPC_SECRET"):
         found, where = text.encode(), "RDMARPC_SECRET"
     elif path:
-        found, where = _read(path), "RDMARPC_SECRET_FILE"
+        try:
+            found, where = read_private(path), "RDMARPC_SECRET_FILE"
+        except FileNotFoundError:
+            raise AuthenticationError(f"RDMARPC_SECRET_FILE: there is no file {path}") from None
     else:
         return b""
     try:
@@ -44,13 +47,6 @@ def chosen_secret(options: RpcBackendOptions) -> bytes:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return found
-
-
-def _read(path: str) -> bytes:
-    try:
-        return read_private(path)
-    except FileNotFoundError:
-        raise AuthenticationError(f"RDMARPC_SECRET_FILE: there is no file {path}") from None
 
 
 def is_insecure(options: RpcBackendOptions) -> bool:

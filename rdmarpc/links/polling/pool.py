@@ -49,10 +49,6 @@ class Pool:
         self._owed: deque[Job] = deque()
         """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
         self._ended = False
-        self.finish: Job = nobody
-        """Completes the futures of the answers in ``Role.unfinished``. The pool calls it for answers that no thread has come
-        for after a while: most are taken a moment later, by a thread that is awake anyway."""
-        self._finishing = False
         of = progress.words
         self._token, self._jobs_word, self._events = of.token, of.jobs, of.events
         self._runs, self._asleep, self._backlog = of.runs, of.asleep, of.backlog
@@ -75,7 +71,7 @@ class Pool:
         self._relief = False
         self._oldest: tuple[Job | None, float] = None, 0.0
         """The job that waited first at the watchdog's last looks, and since when (s) it has been that one."""
-        progress.offer, progress.want_finish = self._offer, self._want_finish
+        progress.offer = self._offer
 
     def start(self) -> None:
         """Start the threads. From now on they read the rings."""
@@ -131,18 +127,6 @@ class Pool:
         if not self.idle:
             self._spawn()
         steps.call_out(self._jobs_word, self._bell)
-
-    def _want_finish(self) -> bool:
-        """Leave the answers in ``Role.unfinished`` to the pool, as one job. Returns whether that job is new."""
-        if not self._progress.unfinished or self._finishing:
-            return False
-        self._finishing = True
-        self.jobs.append(self._finish)
-        return True
-
-    def _finish(self) -> None:
-        self._finishing = False
-        self.finish()
 
     def _offer(self) -> None:
         """Tell the pool that the poller has appended jobs. A thread that is at work takes them when it can: waking another one
@@ -211,7 +195,7 @@ class Pool:
             seen = kernels.load(self._jobs_word)
             self._called = False
             self._at_work.add(number)
-            self._want_finish()
+            self._progress.want_finish()
             while self.jobs:
                 if not self._stands_by:
                     # Somebody has to look after the rings, and the next job, should this one block.
@@ -247,7 +231,7 @@ class Pool:
                 progress.read(found >> 32, found & 0xFFFFFFFF)
             except BaseException as error:  # the token is ours: nobody would read any more
                 self._guard.note(error, "reading messages")
-            self._want_finish()
+            progress.want_finish()
             while jobs and not self._full:
                 steps.start_run(token, held, running, self._runs, self._asleep)
                 self._run_one(number)
@@ -304,13 +288,15 @@ class Pool:
         self._ended = True
         self.jobs.clear()
         if self._owed or self._progress.unfinished:
-            thread = threading.Thread(target=self._run_rest, args=(self.finish,), name=f"{self._name}-end", daemon=True)
+            thread = threading.Thread(
+                target=self._run_rest, args=(self._progress.finish,), name=f"{self._name}-end", daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
                 return
             thread.join(_END_S)
-        self.finish = nobody
+        self._progress.finish = nobody
 
     def _run_rest(self, finish: Job) -> None:
         while self._owed:

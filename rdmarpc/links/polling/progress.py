@@ -60,8 +60,10 @@ class Progress:
         self.jobs: deque[Job] = deque()
         """Jobs that the holder leaves to the pool. The pool is told by ``offer``."""
         self.offer: Job = nobody
-        self.want_finish: Callable[[], bool | None] = nobody
-        """Set by the pool, as ``offer``: leave ``unfinished`` to the pool, as one job. Returns whether that job is new."""
+        self.finish: Job = nobody
+        """Completes the futures of the answers in ``unfinished``. The pool runs it for answers that no thread has come for
+        after a while: most are taken a moment later, by a thread that is awake anyway."""
+        self._finishing = False
         self.outstanding: dict[int, object] = {}
         """The calls under way (owned by the caller's side). While there are any, a waiter that has its answer lingers for the
         other answers."""
@@ -73,13 +75,22 @@ class Progress:
         self._bell, self._table, self._port = of.bell, of.table, of.port
         self.waiting: set[int] = set()
         """The numbers of those threads of the pool that wait here."""
-        self._numbers = itertools.count(1)
+        self.new_number: Callable[[], int] = itertools.count(1).__next__
+        """Draws a number by which the token names a thread. No number is given twice."""
         self._followers: set[int] = set()
         self._lingers_until = 0.0
 
-    def new_number(self) -> int:
-        """A number by which the token names a thread. No number is given twice."""
-        return next(self._numbers)
+    def want_finish(self) -> bool:
+        """Leave the answers in ``unfinished`` to the pool, as one job. Returns whether that job is new."""
+        if not self.unfinished or self._finishing:
+            return False
+        self._finishing = True
+        self.jobs.append(self._finish)
+        return True
+
+    def _finish(self) -> None:
+        self._finishing = False
+        self.finish()
 
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
         """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
@@ -147,7 +158,7 @@ class Progress:
 
     def _enter(self) -> int:
         """This thread waits for the first time."""
-        self.here.waiter = 8 * next(self._numbers) + steps.WAITER
+        self.here.waiter = 8 * self.new_number() + steps.WAITER
         return self.here.waiter
 
     def linger(self, now: float) -> None:
@@ -223,4 +234,4 @@ class Progress:
 
     def end(self) -> None:
         """Read nothing any more, and forget the callbacks of the reader and the pool."""
-        self.read, self.offer, self.want_finish = nobody, nobody, nobody
+        self.read, self.offer, self.finish = nobody, nobody, nobody
