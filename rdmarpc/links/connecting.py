@@ -106,19 +106,24 @@ class Connections:
             if error is not None and time.monotonic() - ended < _AGAIN_S:
                 raise fresh(error)
             assert record is not None
-            link = self._new_link(number)
+            pool = self._own_pool if number == self._group.number else self._device.pool()
+            try:
+                link = Link(self._device, None, number, pool)
+            except BaseException:
+                pool.close()
+                raise
             self._connecting.add(number)
         limit = time.monotonic() + self._patience
         other = self._connect(link, record)
         if other is not None:
             return other
         channel = link.channel
-        known = channel.peer_key.hex() == record.key
-        if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
+        said = channel.peer_hello if channel.peer_key.hex() == record.key else b""
+        if said.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
             self._take_leave(link, record)
-        if known and channel.peer_hello.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
+        if said.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
             return self._await_theirs(link, record, limit)
-        if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+        if said.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
             self._supersede(record)
             with self._lock:
                 self._connecting.discard(number)
@@ -198,14 +203,6 @@ class Connections:
         self._links.missed(number, error)
         self._group.refresh()
         raise fresh(error)
-
-    def _new_link(self, number: int) -> Link:
-        pool = self._own_pool if number == self._group.number else self._device.pool()
-        try:
-            return Link(self._device, None, number, pool)
-        except BaseException:
-            pool.close()
-            raise
 
     def _hello(self) -> bytes:
         return _HELLO.pack(_HELLO_MAGIC, self._group.number)

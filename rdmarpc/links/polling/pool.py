@@ -49,10 +49,8 @@ class Pool:
         self._owed: deque[Job] = deque()
         """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
         self._ended = False
-        of = progress.words
-        self._token, self._jobs_word, self._events = of.token, of.jobs, of.events
-        self._runs, self._asleep, self._backlog = of.runs, of.asleep, of.backlog
-        self._bell, self._table, self._port = of.bell, of.table, of.port
+        self._words = progress.words
+        self._token, self._bell = self._words.token, self._words.bell
         self.running: set[int] = set()
         """The numbers of the threads that run a function; ``idle`` has those of threads without work."""
         self.idle: set[int] = set()
@@ -126,18 +124,18 @@ class Pool:
         """Announce that there are jobs: a free thread looks for them."""
         if not self.idle:
             self._spawn()
-        steps.call_out(self._jobs_word, self._bell)
+        steps.call_out(self._words.jobs, self._bell)
 
     def _offer(self) -> None:
         """Tell the pool that the poller has appended jobs. A thread that is at work takes them when it can: waking another one
         for each job would cost more than most functions take. The watchdog wakes another one if that thread is stuck."""
         if self._called or self._at_work:
-            steps.leave_to_watchdog(self._backlog, self._asleep)
+            steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
             return
         self._called = True
         if not self.idle:
             self._spawn()
-        steps.call_one(self._jobs_word, self._bell)
+        steps.call_one(self._words.jobs, self._bell)
 
     def _spawn(self) -> None:
         with self._spawn_lock:
@@ -192,15 +190,15 @@ class Pool:
         mine = 8 * number + steps.POLLING
         self._progress.here.pool = number
         while not self._stopping:
-            seen = kernels.load(self._jobs_word)
+            seen = kernels.load(self._words.jobs)
             self._called = False
             self._at_work.add(number)
             self._progress.want_finish()
             while self.jobs:
                 if not self._stands_by:
                     # Somebody has to look after the rings, and the next job, should this one block.
-                    steps.leave_to_watchdog(self._backlog, self._asleep)
-                steps.show(self._runs, self._asleep)
+                    steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
+                steps.show(self._words.runs, self._words.asleep)
                 if not self._run_one(number):
                     break
             self._at_work.discard(number)
@@ -211,18 +209,19 @@ class Pool:
             with self._spawn_lock:
                 self._stands_by = self._stands_by or number
             if self._stands_by == number:
-                steps.stand_by(self._token, self._bell, self._jobs_word, seen, _SECOND_NS)
+                steps.stand_by(self._token, self._bell, self._words.jobs, seen, _SECOND_NS)
                 self._stands_by = 0
             else:
-                steps.spare(self._jobs_word, seen, _SECOND_NS)
+                steps.spare(self._words.jobs, seen, _SECOND_NS)
             self.idle.discard(number)
 
     def _poll(self, number: int, mine: int) -> None:
         progress, poller, jobs = self._progress, self._progress.poller, self.jobs
-        token, table, bell = self._token, self._table, self._bell
+        token, bell, of = self._token, self._bell, self._words
+        table, port, runs, asleep = of.table, of.port, of.runs, of.asleep
         held, running = mine + steps.HOLDING, mine + steps.RUNNING
         while not self._stopping:
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS, self._port)
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS, port)
             if found == kernels.CHANGED:
                 return
             if found == kernels.TIMEOUT:
@@ -233,7 +232,7 @@ class Pool:
                 self._guard.note(error, "reading messages")
             progress.want_finish()
             while jobs and not self._full:
-                steps.start_run(token, held, running, self._runs, self._asleep)
+                steps.start_run(token, held, running, runs, asleep)
                 self._run_one(number)
                 if not kernels.swap_if(token, running, held):
                     return
@@ -243,13 +242,15 @@ class Pool:
     def _watch(self) -> None:
         while not self._stopping:
             try:
-                found = steps.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
+                found = steps.watch(
+                    self._token, self._words.runs, self._words.asleep, self._words.backlog, self._bell, _TICK_NS, _IDLE_TICKS
+                )
                 if found and not self._stands_by:
                     self.call_out()
                 elif found == 2 and self.jobs:
                     self.call_out()
                     if not self._full:
-                        steps.leave_to_watchdog(self._backlog, self._asleep)
+                        steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
                 self._relieve()
             except BaseException as error:
                 self._guard.note(error, "looking for threads that are held up")
@@ -267,19 +268,19 @@ class Pool:
                 why = "all %d threads wait for other workers while requests wait for a thread: more threads run these"
                 logging.getLogger("rdmarpc").warning(why + " (num_worker_threads)", self._limit)
             self.call_out()
-            steps.leave_to_watchdog(self._backlog, self._asleep)
+            steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
 
     def stop(self) -> None:
         """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user
         function cannot be ended (it is a daemon)."""
         self._stopping = True
-        kernels.store(self._asleep, 0)
+        kernels.store(self._words.asleep, 0)
         deadline = time.monotonic() + 1.0
         for thread in list(self.threads):
             while thread is not threading.current_thread() and thread.is_alive() and time.monotonic() < deadline:
-                steps.call_out(self._jobs_word, self._bell)
-                steps.event(self._events)
-                steps.event(self._asleep)
+                steps.call_out(self._words.jobs, self._bell)
+                steps.event(self._words.events)
+                steps.event(self._words.asleep)
                 thread.join(0.01)
 
     def end(self) -> None:
