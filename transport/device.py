@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -187,7 +188,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.on_staged: Callable[[int], None] | None = None
         """Called with the bytes of every ``count_staged``, from its thread."""
         self.door = Door(name, options.on_connect)
-        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # of the device's own class
         self._lock = threading.RLock()
         self._past = (0, 0)  # posts and bytes of channels that ended
         self.pid = os.getpid()

@@ -138,6 +138,7 @@ class ShmDevice(Device):
                 guard=self._guard,
                 admits=_same_user,
             )
+            self._service.start()
             undo.pop_all()
 
     def _attach(self) -> None:
@@ -276,7 +277,7 @@ class ShmDevice(Device):
 
     def _shm_channels(self) -> list[ShmChannel]:
         with self._lock:
-            return [channel for channel in self._channels if isinstance(channel, ShmChannel) and channel.error is None]
+            return [channel for channel in self._channels if channel.error is None]
 
     def announce_segment(self, segment: Segment) -> None:
         for channel in self._shm_channels():
@@ -340,8 +341,7 @@ class ShmDevice(Device):
 
     def _forked(self) -> None:
         for channel in list(self._channels):
-            if isinstance(channel, ShmChannel):
-                channel.sock.close()
+            channel.sock.close()
         self._service.drop()
 
     def _shut(self) -> None:

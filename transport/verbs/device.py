@@ -102,6 +102,7 @@ class VerbsDevice(Device):
                 lost=self.lost,
                 guard=self.guard,
             )
+            self._service.start()
             undo.pop_all()
 
     @property
