@@ -105,7 +105,9 @@ class Door:
 
     def refused(self, sock: socket.socket, error: BaseException) -> None:
         """A peer that came was not let in: say so, once for each reason."""
-        if not isinstance(error, AuthenticationError) or error.message in self._refusals or len(self._refusals) > _REASONS:
+        if not isinstance(error, AuthenticationError) or sock.family == socket.AF_UNIX:
+            return
+        if error.message in self._refusals or len(self._refusals) > _REASONS:
             return
         self._refusals.add(error.message)
         where = "a peer that has hung up"

@@ -14,35 +14,33 @@ import ipaddress
 import logging
 import socket
 import struct
-import time
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..channel import Channel
-from ..device import Device, DeviceOptions
-from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..device import DeviceOptions
+from ..errors import NotSupported, PeerLost, RdmaError
+from ..listening import MAX_HELLO, ListeningDevice
 from ..memory.arena import Pool
-from ..peers import auth
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
-from ..peers.guard import Guard, broken_by
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
+from ..peers.auth import receive_exactly
+from ..peers.guard import Guard
+from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
-from ..timeouts import of_socket
-from ..tls.stream import authenticated, prepare
+from ..tls.stream import prepare
 from ..words import kernels
 from .channel import TcpChannel
 from .wire import BEAT, END_BROKEN, END_SILENT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
-_MAX_HELLO = 64 << 10
 _LINGER_S = 1.0  # for the peers to hang up too, and to take what is sealed already
 
 
-class TcpDevice(Device):
+class TcpDevice(ListeningDevice):
     """See ``Device``.
 
     ``place`` says where to listen: an address or interface name, with or without ``:PORT``. Without it the device listens on
@@ -166,86 +164,28 @@ class TcpDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
         where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
-        deadline = time.monotonic() + of_socket(timeout)
-        try:
-            sock, key = reach(partial(dial, where, device="tcp"), partial(self._prove, uid=uid, deadline=deadline), deadline)
-            try:
-                with self._service.handshakes.limited(sock, deadline):
-                    self._send_setup(sock, hello)
-                    channel = self._receive_setup(sock)
-                self.door.know(channel, channel.peer_uid, key)
-                channel.own_pool = pool
-                if not self._adopt(channel):
-                    raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
-            except BaseException:
-                sock.close()
-                raise
-        except (OSError, RdmaError) as error:
-            if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="tcp") from None
-            if isinstance(error, OSError):
-                raise broken_by(error, "connecting", peer=where, device="tcp") from error
-            raise
-        return channel
+        return self._reach(partial(dial, where, device="tcp"), where, uid, hello=hello, timeout=timeout, pool=pool)
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
-        with self._service.handshakes.limited(sock, deadline):
-            return authenticated(
-                sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
-            )
-
-    def _welcome(self, came: socket.socket) -> None:
-        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        sock, channel, adopted = came, None, False
-        deadline = time.monotonic() + HANDSHAKE_S
-        try:
-            with self._service.handshakes.limited(came, deadline):
-                sock, key = authenticated(
-                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
-                )
-            self._service.handshakes.proven(came)
-            deadline = time.monotonic() + SETUP_S
-            with self._service.handshakes.limited(sock, deadline):
-                channel = self._receive_setup(sock)
-            self.door.know(channel, channel.peer_uid, key)
-            # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
-            self._send_setup(sock, self.door.greet(channel))
-            adopted = self._adopt(channel)
-            if adopted:
-                self.door.welcomed(channel)
-        except EXPECTED as error:
-            self.door.refused(sock, error)
-        finally:
-            if not adopted:
-                sock.close()
-            broken = PeerLost("the connection broke as it was made", device="tcp")
-            if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
-                self.door.lost(channel, self.on_lost)
-
-    def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
-        if len(hello) > _MAX_HELLO:
-            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
+    def _send_setup(self, sock: socket.socket, ours: None, hello: bytes) -> None:
         sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello), int(self._looks.timeout * 1000)) + hello)
 
-    def _receive_setup(self, sock: socket.socket) -> TcpChannel:
-        uid, epoch, length, patience = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
-        if length > _MAX_HELLO:
+    def _receive_setup(self, sock: socket.socket, ours: None) -> TcpChannel:
+        uid, epoch, length, patience = _SETUP.unpack(receive_exactly(sock, _SETUP.size))
+        if length > MAX_HELLO:
             raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
-        return TcpChannel(self, self._service, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
+        return TcpChannel(self, self._service, sock, (uid, epoch), receive_exactly(sock, length), patience / 1000)
 
-    def _adopt(self, channel: TcpChannel) -> bool:
-        """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
+    def _adopt(self, channel: TcpChannel) -> None:
         sock = channel.sock
         sock.setblocking(False)
         # No limits of the system's own (keepalive, TCP_USER_TIMEOUT): they would give up a peer that runs and does not read.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             if self.closed or channel.error is not None:
-                return False
+                raise self._closed(channel.peer)
             self._channels.add(channel)
             self._service.watch(sock, channel)
         channel.start(self._heart)
-        return True
 
     # -- memory
 
@@ -280,7 +220,6 @@ class TcpDevice(Device):
             self._finish(channel, channel.end(error, goodbye=END_SILENT))
 
     def lost(self, channel: TcpChannel, error: RdmaError) -> None:
-        """End a channel because serving it failed."""
         self._finish(channel, channel.end(error, goodbye=END_BROKEN))
 
     def _finish(self, channel: TcpChannel, broke: bool) -> None:
