@@ -214,7 +214,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         """Memory that the peer of one channel may read and write, and no other peer. It is for a channel that does not exist
         yet: pass it to ``connect``. An existing channel has ``Channel.pool``."""
         self.check()
-        return self.memory.pool()
+        return self.arena.pool()
 
     def register(self, tensor: torch.Tensor) -> Region:
         """Describe a contiguous tensor's memory to peers. For arena tensors this is free and gives peers no additional rights.

@@ -18,7 +18,7 @@ from .channel import Channel
 from .device import Device
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory.arena import Pool
-from .peers.guard import broken_by
+from .peers.guard import Guard, broken_by
 from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
 from .peers.service import Service
 from .timeouts import of_socket
@@ -35,6 +35,28 @@ class ListeningDevice(Device):
 
     _service: Service
     _tls: Tls | None = None
+
+    def _listen_on(self, listener: socket.socket, guard: Guard, **more: Any) -> None:
+        """Make the service, which is still to be started. ``more``: as for ``Service``."""
+        self._service = Service(
+            self.name,
+            listener,
+            self._looks,
+            welcome=self._welcome,
+            hear=self._hear,
+            look=self._look,
+            lost=self.lost,
+            guard=guard,
+            **more,
+        )
+
+    # -- by a device, on the thread of the service (``Service``)
+
+    def _hear(self, channel: Any) -> None:
+        raise NotImplementedError
+
+    def _look(self, channel: Any, seconds: float) -> None:
+        raise NotImplementedError
 
     # -- by a device, for two ends that meet
 

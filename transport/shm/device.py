@@ -33,7 +33,6 @@ from ..memory.mapping import mapped, memfd
 from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
 from ..peers.heartbeat import Heart
-from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
 from ..sandboxed import naming, processors
 from ..words import kernels
@@ -122,17 +121,7 @@ class ShmDevice(ListeningDevice):
                 listener.listen(128)
             credentials(listener)
             self._attach()
-            self._service = Service(
-                self.kind,
-                listener,
-                self._looks,
-                welcome=self._welcome,
-                hear=self._hear,
-                look=self._look,
-                lost=self.lost,
-                guard=self._guard,
-                admits=_same_user,
-            )
+            self._listen_on(listener, self._guard, admits=_same_user)
             self._service.start()
             undo.pop_all()
 

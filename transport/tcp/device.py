@@ -29,7 +29,6 @@ from ..peers.auth import receive_exactly
 from ..peers.guard import Guard
 from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
-from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
 from ..tls.stream import prepare
 from ..words import kernels
@@ -56,18 +55,7 @@ class TcpDevice(ListeningDevice):
             listener = undo.enter_context(self._listen(place))
             self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
             undo.callback(self._heart.stop)
-            self._service = Service(
-                "tcp",
-                listener,
-                self._looks,
-                welcome=self._welcome,
-                hear=self._hear,
-                flush=lambda channel: channel.outbox.flush(),
-                look=self._look,
-                lost=self.lost,
-                guard=Guard("rdmarpc-tcp"),
-                linger_s=_LINGER_S,
-            )
+            self._listen_on(listener, Guard("rdmarpc-tcp"), flush=lambda channel: channel.outbox.flush(), linger_s=_LINGER_S)
             self.memory.attach(self)
             self._service.start()
             undo.pop_all()

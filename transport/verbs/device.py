@@ -37,7 +37,6 @@ from ..peers.address import loopback
 from ..peers.guard import Guard
 from ..peers.handshakes import EXPECTED, SETUP_S, dial
 from ..peers.heartbeat import Heart
-from ..peers.service import Service
 from ..region import Region, local_bytes
 from ..tls.options import permit_rdma
 from ..tls.stream import prepare
@@ -92,16 +91,7 @@ class VerbsDevice(ListeningDevice):
             undo.callback(self._heart.stop)
             self._watch.start()
             undo.callback(self._watch.stop)
-            self._service = Service(
-                "verbs",
-                listener,
-                self._looks,
-                welcome=self._welcome,
-                hear=self._hear,
-                look=self._look,
-                lost=self.lost,
-                guard=self.guard,
-            )
+            self._listen_on(listener, self.guard)
             self._service.start()
             undo.pop_all()
 
