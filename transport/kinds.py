@@ -104,9 +104,7 @@ def kinds() -> dict[str, str]:
 
 
 def _factory(kind: str, name: str) -> Factory:
-    if kind in _KINDS:
-        return _KINDS[kind]
-    found: Factory | None = plugins.load(GROUP, kind, "device", device=kind)
+    found = _KINDS.get(kind) or plugins.load(GROUP, kind, "device", device=kind)
     if found is None:
         raise _unknown(name)
     return found
@@ -149,8 +147,4 @@ def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
     return VerbsDevice(place, options, **own)
 
 
-def _auto(place: str, options: DeviceOptions) -> Device:
-    return AutoDevice(place, options)
-
-
-_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": _auto}
+_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": AutoDevice}
