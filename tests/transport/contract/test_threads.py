@@ -32,7 +32,6 @@ THREADS = {
     "transport/verbs/channel.py _give_up_region": "one region; breaks the channel off",
     "transport/gpu/behind.py _serve": "guarded; what waits for that GPU fails",
     "transport/verbs/gpu.py _tend": "guarded",
-    "transport/verbs/stripes.py _announce": "guarded; breaks the channel off",
     "transport/cuda/device.py _watch": "guarded for each peer",
     "transport/cuda/channel.py _forget": "one region; breaks the channel off",
     "transport/cuda/lane.py _linger": "what is left of one channel that has ended",
