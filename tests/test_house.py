@@ -16,7 +16,7 @@ STOREYS = {"transport": "rdmarpc.transport", "graph": "rdmarpc.graph", "rdmarpc"
 ORDER = {
     "transport": [
         ["words"],
-        ["errors.py", "interrupts.py", "plugins.py", "region.py", "timeouts.py"],
+        ["errors.py", "interrupts.py", "region.py", "timeouts.py"],
         ["sandboxed.py"],
         ["peers"],
         ["memory"],
