@@ -21,7 +21,7 @@ _inherited = False
 
 
 def current(message: str = _NOT_INITIALIZED) -> Any:
-    """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown`` (``message``), and in a forked child."""
+    """The agent here. ``RuntimeError`` before ``init_rpc`` and after ``shutdown`` (``message``), and in a forked child."""
     if _current is None:
         raise RuntimeError(forked.TEXT if _inherited else message)
     return _current
