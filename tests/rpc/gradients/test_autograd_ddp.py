@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -340,3 +342,22 @@ def everything(meeting: Meeting) -> None:
 
 def test_ddp_in_contexts_is_ddp():
     results(run_group(everything, 2, dynamic=True))
+
+
+def test_modules_from_before_the_import_are_found(tmp_path):
+    program = f"""
+import gc, torch
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
+before = DistributedDataParallel(nn.Linear(2, 2))
+gc.freeze()
+from rdmarpc.gradients.behind import replicas
+
+after = DistributedDataParallel(nn.Linear(2, 2))
+for each in (before, after):
+    assert [found.module() for found in replicas.of(each.module.weight)] == [each]
+assert not replicas.of(nn.Linear(2, 2).weight) and gc.get_freeze_count()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
