@@ -17,7 +17,7 @@ from ..options import RpcBackendOptions
 from ..ranks.meeting import named
 from ..transport import PeerLost, RdmaError, timeouts
 from ..transport.gpu.driver import count, kind
-from .operations import OF_GROUP, Pairwise
+from .operations import OF_GROUP, Collectives
 from .queue import Work
 
 _log = logging.getLogger("rdmarpc")
@@ -25,8 +25,10 @@ _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _FORKED = "a process group cannot be used in a process that was forked from one of its ranks"
 
 
-class ProcessGroup(Pairwise):
+class ProcessGroup(Collectives):
     """See ``Collectives`` for what it is made of."""
+
+    _group_name = _group_desc = ""
 
     def __init__(
         self,

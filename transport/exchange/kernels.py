@@ -40,30 +40,19 @@ _PATIENT_NS = 100_000
 @compiled(i64(i64, i64, i64, i64, i64, i64))
 def begin(call: int, plan: int, sequence: int, source: int, target: int, patient: int) -> int:
     """Set the words of a call as its plan has them. What is sent lies at ``source``, what comes goes to ``target``."""
+    memcpy(call + 8 * w.CALL_CODE, plan, 8 * w.PLAN_WORDS)
     store_release(call + 8 * w.CALL_SEQUENCE, sequence)
-    store_release(call + 8 * w.CALL_CODE, load_acquire(plan + 8 * w.PLAN_CODE))
-    store_release(call + 8 * w.CALL_COUNT, load_acquire(plan + 8 * w.PLAN_COUNT))
-    store_release(call + 8 * w.CALL_FOLD, load_acquire(plan + 8 * w.PLAN_FOLD))
-    store_release(call + 8 * w.CALL_OWN, source + load_acquire(plan + 8 * w.PLAN_OWN))
-    store_release(call + 8 * w.CALL_RESULT, target + load_acquire(plan + 8 * w.PLAN_RESULT))
-    store_release(call + 8 * w.CALL_BYTES, load_acquire(plan + 8 * w.PLAN_BYTES))
+    store_release(call + 8 * w.CALL_OWN, source + load_acquire(call + 8 * w.CALL_OWN))
+    store_release(call + 8 * w.CALL_RESULT, target + load_acquire(call + 8 * w.CALL_RESULT))
     store_release(call + 8 * w.CALL_FOLDED, 0)
-    store_release(call + 8 * w.CALL_WHOLE, load_acquire(plan + 8 * w.PLAN_WHOLE))
-    store_release(call + 8 * w.CALL_PART, load_acquire(plan + 8 * w.PLAN_PART))
-    store_release(call + 8 * w.CALL_CHUNK, load_acquire(plan + 8 * w.PLAN_CHUNK))
-    store_release(call + 8 * w.CALL_CHUNKS, load_acquire(plan + 8 * w.PLAN_CHUNKS))
-    store_release(call + 8 * w.CALL_PAST, load_acquire(plan + 8 * w.PLAN_PAST))
     store_release(call + 8 * w.CALL_PATIENT, patient)
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
-        lane, side = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number), plan + 8 * (w.PLAN_WORDS + w.PLAN_LANE_WORDS * number)
-        store_release(lane + 8 * w.LANE_FROM, source + load_acquire(side + 8 * w.PLAN_FROM))
-        store_release(lane + 8 * w.LANE_FROM_BYTES, load_acquire(side + 8 * w.PLAN_FROM_BYTES))
+        lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
+        memcpy(lane + 8 * w.LANE_FROM, plan + 8 * (w.PLAN_WORDS + w.PLAN_LANE_WORDS * number), 8 * w.PLAN_LANE_WORDS)
+        store_release(lane + 8 * w.LANE_FROM, source + load_acquire(lane + 8 * w.LANE_FROM))
+        store_release(lane + 8 * w.LANE_TO, target + load_acquire(lane + 8 * w.LANE_TO))
         store_release(lane + 8 * w.LANE_PUSHED, 0)
-        store_release(lane + 8 * w.LANE_PUSH, load_acquire(side + 8 * w.PLAN_PUSH))
-        store_release(lane + 8 * w.LANE_TO, target + load_acquire(side + 8 * w.PLAN_TO))
-        store_release(lane + 8 * w.LANE_TO_BYTES, load_acquire(side + 8 * w.PLAN_TO_BYTES))
         store_release(lane + 8 * w.LANE_PULLED, 0)
-        store_release(lane + 8 * w.LANE_PULL, load_acquire(side + 8 * w.PLAN_PULL))
     return 0
 
 
@@ -170,6 +159,22 @@ def sleep(call: int, seen: int, slice_ns: int, port: int) -> int:
     return 0
 
 
+@inline
+def _idle(call: int, seen: int, at: int, quiet_ns: int, left_ns: int, port: int) -> int:
+    """Nothing has changed for ``quiet_ns``, at the time ``at``: yield while the budget for spinning lasts, and others let us go
+    on at once, else sleep. Whether it slept; the budget follows from how long that was."""
+    budget = load_acquire(load_acquire(call + 8 * w.CALL_BUDGET))
+    if load_acquire(call + 8 * w.CALL_PATIENT) != 0:
+        budget = min(budget, _PATIENT_NS)
+    if quiet_ns < budget:
+        sched_yield()
+        if now() - at < _CROWDED_NS:
+            return 0
+    sleep(call, seen, left_ns, port)
+    store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
+    return 1
+
+
 @compiled(i64(i64, i64, i64))
 def rest(call: int, slice_ns: int, port: int) -> int:
     """Wait until a piece that was not taken is here, on any lane, or a record has changed: spin, then sleep."""
@@ -189,13 +194,8 @@ def rest(call: int, slice_ns: int, port: int) -> int:
         quiet += 1
         if quiet < _PAUSES:
             pause()
-            continue
-        if at - start < load_acquire(load_acquire(call + 8 * w.CALL_BUDGET)):
-            sched_yield()
-            if now() - at < _CROWDED_NS:
-                continue
-        sleep(call, seen, slice_ns - (at - start), port)
-        store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
+        else:
+            _idle(call, seen, at, at - start, slice_ns - (at - start), port)
 
 
 @compiled(i64(i64, i64, i64))
@@ -217,9 +217,7 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
             return w.CHANGED
         if moved > 0:
             quiet = 0
-            if slice_ns <= 0:
-                continue
-            if now() - start > slice_ns:
+            if slice_ns > 0 and now() - start > slice_ns:
                 return w.TIMEOUT
             continue
         quiet += 1
@@ -231,13 +229,5 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
             before = at
         if at - start >= slice_ns:
             return w.TIMEOUT
-        budget = load_acquire(load_acquire(call + 8 * w.CALL_BUDGET))
-        if load_acquire(call + 8 * w.CALL_PATIENT) != 0:
-            budget = min(budget, _PATIENT_NS)
-        if at - before < budget:
-            sched_yield()
-            if now() - at < _CROWDED_NS:
-                continue
-        sleep(call, seen, min(slice_ns, slice_ns - (at - start)), port)
-        store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
-        quiet = _PAUSES - 1
+        if _idle(call, seen, at, at - before, slice_ns - (at - start), port) != 0:
+            quiet = _PAUSES - 1

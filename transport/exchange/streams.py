@@ -152,7 +152,7 @@ class Streams(abc.ABC):
         spans. With ``fold`` only the bytes of ``ins`` count, all are alike, and all ranks are in it."""
         fold = fold or _NO_FOLD
         past = int(sum(nbytes for _, nbytes in ins.values()) >= COPY_PAST)
-        numbers = [code, elements, fold.code, fold.own, fold.result, fold.nbytes, int(fold.whole), 0, 0, 0, past]
+        numbers = [code, elements, *fold[:4], int(fold.whole), 0, 0, 0, past]
         grows: list[tuple[int, bool]] = []
         for rank in self.order:
             for span in (outs.get(rank), ins.get(rank)):
