@@ -26,11 +26,11 @@ from ..links.frames import (
     lone,
     response_body,
 )
+from ..links.polling.modes import intercepted, unseen
 from ..links.post import tell
 from ..links.ring import Link
 from ..message import serialize
 from ..message.tensors import HANDED, Memory, load_places, size_classes, unpack, unpack_lone
-from ..polling.modes import intercepted, unseen
 from ..references.context import RRefContext
 from ..transport import ArenaFull, RdmaError, RemoteRegion, TransferTimeout, fresh
 from ..transport.peers.ended import nobody

@@ -11,15 +11,15 @@ from typing import Protocol
 
 import torch
 
+from ..base import here
+from ..base.futures import fail
 from ..functions import TOLD_WHO
-from ..ground import here
-from ..ground.futures import fail
-from ..group.group import Group
-from ..group.members import Members
 from ..links.connecting import Connections
+from ..links.group.group import Group
+from ..links.group.members import Members
+from ..links.polling.pool import Pool
 from ..links.table import Links
 from ..message import gpu
-from ..polling.pool import Pool
 from ..references.context import RRefContext
 from ..transport import NotSupported, RdmaError, TransferTimeout, fresh, kept
 from .callee import Callee

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..ranks.engine import Engine
-from ..ranks.signature import Mismatch
 from ..transport import NotSupported
 from . import calls
+from .engine import Engine
+from .signature import Mismatch
 from .sums import sum_of
 
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..ranks.engine import Engine
 from ..transport import timeouts
+from .engine import Engine
 from .staging import Ends
 
 Tensors = Sequence[torch.Tensor]
