@@ -30,8 +30,8 @@ import torch
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .functions import async_execution
-from .observe import events
-from .observe.calls import Calls
+from .tools import events
+from .tools.recorded import Calls
 from .transport import RdmaError, host_id
 
 _LIMIT = 300_000
@@ -65,7 +65,7 @@ class Timeline:
         agent.device.on_staged = self._note_staged
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
-        """One fact, on the track of this thread: see ``observe/calls``."""
+        """One fact, on the track of this thread: see ``tools/recorded``."""
         next(self._count)
         self._records.append((kind, rank, call, self.track(), *fields))
 

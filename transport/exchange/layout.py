@@ -25,5 +25,5 @@ LANE_OUT_DEPTH, LANE_IN_DEPTH = 18, 19
 LANE_WORDS = 20
 
 PLAN_WORDS, PLAN_LANE_WORDS = CALL_PAST - CALL_CODE + 1, LANE_PULL - LANE_FROM + 1
-"""A plan has what every call of one signature has in common: the words from ``CALL_CODE`` to ``CALL_PAST``, then, for each lane,
-those from ``LANE_FROM`` to ``LANE_PULL``. Addresses are offsets."""
+"""A plan has what every call of one signature has in common: the words from ``CALL_CODE`` to ``CALL_PAST``, then, for each
+lane, those from ``LANE_FROM`` to ``LANE_PULL``. Addresses are offsets."""

@@ -2,20 +2,25 @@
 
 ``import torch`` imports ``torch.distributed.rpc`` itself, so the original is there first. It is replaced at the end of
 ``import torch``, before the program's next line. Imports neither torch nor the rest of this package.
+
+Processes that this one starts come to know by a folder with a ``sitecustomize`` that leads their ``PYTHONPATH``.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from types import ModuleType
 
 from ..base.imports import AfterImport
 from . import modules
 
 _TORCH = "torch"
+_SITE = str(Path(__file__).parent / "site")
 
 
 class _StandInLoader(importlib.abc.Loader):
@@ -51,3 +56,21 @@ def register() -> None:
         sys.meta_path[:0] = _finders
     if _TORCH in sys.modules:
         modules.replace()
+
+
+def tell_children(environment: MutableMapping[str, str]) -> None:
+    """Have every Python that inherits this environment begin with ``register``. The ``sitecustomize`` of ours runs the one that
+    it hides."""
+    environment["RDMARPC_STANDING_IN"] = "1"
+    path = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _SITE]
+    environment["PYTHONPATH"] = os.pathsep.join([_SITE, *path])
+
+
+def install() -> None:
+    """Stand in for ``torch.distributed.rpc``, ``.autograd``, ``DistributedOptimizer`` and ``RemoteModule``, for every library
+    in this process and in the Python processes that it starts. Call it before other imports: names that other modules took
+    from torch's are exchanged, but not what they made of them (subclasses, defaults of arguments, objects)."""
+    tell_children(os.environ)
+    register()
+    if modules.replaced():
+        modules.load()  # modules that hold torch's names already would not ask for ours
