@@ -1,6 +1,6 @@
 """Bundles: all tensors of one kind that go from one worker to another, in one slot, by one write and one notification.
 
-A slot is a header (``header``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
+A slot is a header (``layout``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
 offset. Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles
 that answer each other are each other's credit (see ``server``).
 
@@ -21,8 +21,7 @@ import torch
 
 from ...transport import Device, NotSupported, RdmaError, RemoteRegion
 from ...transport.memory.arena import SLOTS
-from .header import HEADER_BYTES, Header
-from .layout import dense, strides
+from .layout import HEADER_BYTES, Header, dense, strides
 
 if TYPE_CHECKING:
     from ...transport import Channel, Transfer, Work

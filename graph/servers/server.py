@@ -31,8 +31,8 @@ from ...transport import NotSupported, PeerLost, RdmaError, RemoteRegion, Transf
 from ...transport.peers.guard import broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .errors import WorkerError
-from .header import CHANGED, STAGED, Header
 from .kept import ASKED, Kept
+from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:

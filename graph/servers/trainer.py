@@ -11,7 +11,7 @@ import torch
 
 from ...transport import RdmaError, RemoteRegion, TransferTimeout
 from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room, note_bytes, note_of
-from .header import CHANGED, STAGED, Header
+from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:

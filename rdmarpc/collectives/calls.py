@@ -13,7 +13,7 @@ sizes) as addresses. Later ones run it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +30,8 @@ PART = 512 << 10
 Flat = torch.Tensor
 
 
-class Run(NamedTuple):
+@dataclass(slots=True)
+class Run:
     """A call: what all ranks have to agree on, and what this one does."""
 
     signature: Signature

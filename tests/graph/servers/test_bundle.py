@@ -28,8 +28,7 @@ from rdmarpc.graph.servers.bundle import (
     Room,
 )
 from rdmarpc.graph.servers.errors import WorkerError
-from rdmarpc.graph.servers.header import Header
-from rdmarpc.graph.servers.layout import dense
+from rdmarpc.graph.servers.layout import Header, dense
 from rdmarpc.graph.servers.server import Server
 from rdmarpc.graph.servers.station import Station
 from rdmarpc.graph.servers.trainer import Trainer, gradient_note
