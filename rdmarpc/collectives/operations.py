@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -52,6 +53,8 @@ class _Collected(threading.local):
     works: list[Work] | None = None
 
 
+groups: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of this process that were not closed."""
 _Group: Any = dist.ProcessGroup  # its annotations are not what it takes
 
 
@@ -80,6 +83,7 @@ class Collectives(_Group):
         domain = self.members.domain
         self.staging = Staging(domain.device if domain is not None else None)
         self.collected = _Collected()
+        groups.add(self)
 
     def _start(self, what: str, made: Made, limit: float, waits: bool) -> Work:
         """Have a call run: with as little as can be in this thread, if that waits anyway, and no call is before it."""

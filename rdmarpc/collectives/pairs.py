@@ -194,6 +194,9 @@ class Pairs:
             self.fail(error)
             raise
 
+    def _ways(self) -> list[_Way]:
+        return [*self._outs.values(), *self._ins.values()]
+
     def _ways_of(self, message: Message) -> Sequence[_Way]:
         if message.kind == _SEND:
             return (self._outs[message.peer],)
@@ -385,7 +388,7 @@ class Pairs:
             over, begun = [*self._wanted], []
             self._wanted.clear()
             self._apart.clear()
-            for way in (*self._outs.values(), *self._ins.values()):
+            for way in self._ways():
                 over += way.queue
                 way.queue.clear()
                 if way.current is not None:
@@ -403,7 +406,7 @@ class Pairs:
     def _serve(self) -> None:
         """Move on what nobody waits for."""
         aside.on = True
-        ways = [*self._outs.values(), *self._ins.values()]
+        ways = self._ways()
         idle = 0
         while not self._closed:
             if not self._pending(ways):
@@ -443,7 +446,7 @@ class Pairs:
         self.error = error
         over = list(self._wanted)
         self._wanted.clear()
-        for way in (*self._outs.values(), *self._ins.values()):
+        for way in self._ways():
             over += [*way.queue, *([way.current] if way.current is not None else [])]
             way.lock, way.current = threading.Lock(), None
             way.queue.clear()
@@ -454,7 +457,7 @@ class Pairs:
         """What is under way, for people."""
         with self._lock:
             found = [each.describe for each in self._wanted]
-            for way in (*self._outs.values(), *self._ins.values()):
+            for way in self._ways():
                 found += [each.describe for each in way.queue]
                 found += [way.current.describe] if way.current is not None else []
         return found
@@ -475,7 +478,7 @@ class Pairs:
         self.fail(RdmaError("the process group was destroyed"))
         self._news.set()
         stopped = True
-        for way in (*self._outs.values(), *self._ins.values()):
+        for way in self._ways():
             if way.lock.acquire(timeout=1.0):  # whoever moves it stops, and nobody begins again
                 way.lock.release()
             else:

@@ -51,7 +51,7 @@ THREADS = {
     "rdmarpc/served/serving.py meet": "one server, for each worker; it ends then",
     "rdmarpc/collectives/queue.py _serve": "guarded for each call, which fails then",
     "rdmarpc/collectives/pairs.py _serve": "guarded; the group's messages fail then",
-    "rdmarpc/collectives/backend.py _finish": "guarded; the calls that it stands for fail then",
+    "rdmarpc/collectives/backend.py finish": "guarded; the calls that it stands for fail then",
     "transport/tls/relay.py _run": "one stream, in a kernel; the stream ends with it",
 }
 
