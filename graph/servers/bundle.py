@@ -206,7 +206,9 @@ class BundleOutlet:
         self._device.count_staged(nbytes)
         self._work = self._room_transfer(room, present, len(note)).post()
         if staging == TRACED:
-            self._trace(present, len(note))
+            if len(self._loose) >= _TRANSFERS:
+                self._loose.clear()
+            self._loose[present, len(note)] = _Loose(self, present, len(note))
 
     def finish(self, timeout: float) -> None:
         """Return when the sources of the last write are the caller's again. Raises ``TransferTimeout``, ``PeerLost``."""
@@ -216,8 +218,12 @@ class BundleOutlet:
         if self._let_go is not None:
             missed = self._let_go.release()
             self._let_go = None
-            if not missed and self._staging is not None:
-                self._forget_staging()
+            room = self._staging
+            if not missed and room is not None:
+                # Tracing has seen everything, so the memory of the copies is of use to others.
+                self._staging = None
+                self._rooms.pop(id(room), None)
+                self._transfers = {key: each for key, each in self._transfers.items() if key[0] != id(room)}
 
     # -- what is prepared
 
@@ -243,11 +249,6 @@ class BundleOutlet:
             self._rooms[id(room)] = room  # or its id might be another's
         return self._transfers[key]
 
-    def _trace(self, present: tuple[int, ...], note: int) -> None:
-        if len(self._loose) >= _TRANSFERS:
-            self._loose.clear()
-        self._loose[present, note] = _Loose(self, present, note)
-
     def prepare_loose(self, present: tuple[int, ...], idle: Sequence[torch.Tensor], note: int) -> Transfer:
         """A transfer with a copy a tensor, after the one of the front."""
         pairs = []
@@ -269,13 +270,6 @@ class BundleOutlet:
         if self._staging is None:
             self._staging = Room(self._device, self.bundle)
         return self._staging
-
-    def _forget_staging(self) -> None:
-        # Tracing has seen everything, so the memory of the copies is of use to others.
-        room, self._staging = self._staging, None
-        self._rooms.pop(id(room), None)
-        for key in [key for key in self._transfers if key[0] == id(room)]:
-            del self._transfers[key]
 
 
 class _Loose:
