@@ -225,13 +225,15 @@ class Pairs:
                     self.fail(error)
                 raise error
 
-    def _move(self, ways: Sequence[_Way]) -> bool:
-        """Move these on as far as they go at once, unless another thread does."""
+    def _move(self, ways: Sequence[_Way], *, look: bool = False) -> bool:
+        """Move these on as far as they go at once, unless another thread does. ``look``: also as ``_look``."""
         moved = False
         for way in ways:
             if way.lock.acquire(blocking=False):
                 try:
                     moved |= self._advance(way, 0, None)
+                    if look:
+                        self._look(way)
                 finally:
                     way.lock.release()
         return moved
@@ -417,14 +419,8 @@ class Pairs:
                 self._doze(ways)
             idle = 0
             try:
-                if self._move(ways):
+                if self._move(ways, look=True):
                     continue
-                for way in ways:
-                    if way.lock.acquire(blocking=False):
-                        try:
-                            self._look(way)
-                        finally:
-                            way.lock.release()
             except BaseException as error:
                 self.fail(error)
             time.sleep(_REST_S)

@@ -6,6 +6,7 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections import defaultdict
@@ -260,13 +261,9 @@ def _ordinary(kind: type[torch.optim.Optimizer], content: dict[str, Any]) -> tor
     return made
 
 
-_classes: dict[type[torch.optim.Optimizer], type[ServedOptimizer]] = {}
-
-
-def _class(kind: type[torch.optim.Optimizer]) -> type[ServedOptimizer]:
-    if kind not in _classes:
-        _classes[kind] = type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
-    return _classes[kind]
+@functools.cache
+def _class(kind: Any) -> type[ServedOptimizer]:
+    return type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
 
 
 def make(served: Servers, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:

@@ -18,7 +18,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     "torch.distributed.rpc.functions": ("rdmarpc.functions",),
     "torch.distributed.rpc.internal": ("rdmarpc.internal", "rdmarpc.api"),
     "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.torch_names"),
-    "torch.distributed.rpc.rref_proxy": ("rdmarpc.torch_names",),
+    "torch.distributed.rpc.rref_proxy": ("rdmarpc.torch_names", "rdmarpc.constants"),
     "torch.distributed.autograd": ("rdmarpc.autograd",),
     "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.torch_names"),
     "torch.distributed.optim.optimizer": ("rdmarpc.optim",),
