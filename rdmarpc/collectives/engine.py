@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
-from .meeting import ERROR, LEFT, Ranks, cause, has_left, look
+from .meeting import ERROR, LEFT, Ranks, has_left
 from .signature import Mismatch, Signature, code_of
 
 _SLICE_NS, _END_S = 20_000_000, 5.0
@@ -113,13 +113,12 @@ class Engine:
         try:
             use()
         except PeerLost as error:
-            raise cause(error, self.members.lanes[0], self.ranks, f" during {self.told(self.signature)}") from None
+            raise self.members.cause(error, f" during {self.told(self.signature)}") from None
 
     def _look(self, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""
         self.check()
-        assert self.streams is not None
-        look(self.streams.lanes, self.ranks, self._gone, f" during {self.told(self.signature)}")
+        self.members.look(self._gone, f" during {self.told(self.signature)}")
         if closed:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:

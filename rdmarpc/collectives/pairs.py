@@ -19,7 +19,7 @@ from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fres
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
 from .engine import aside
-from .meeting import Ranks, cause, has_left, look
+from .meeting import Ranks, has_left
 from .order import Orders
 from .queue import Work, nothing
 from .signature import Mismatch, Signature
@@ -261,7 +261,7 @@ class Pairs:
                 self._look(way, status == CLOSED)
                 return moved
             except BaseException as error:
-                self.fail(cause(error, self.members.lanes[0], self.ranks))
+                self.fail(self.members.cause(error))
                 return True
         return moved
 
@@ -364,7 +364,7 @@ class Pairs:
 
     def _look(self, way: _Way, closed: bool = False) -> None:
         """Raise the reason why this way will not move any more, if there is one."""
-        look(self.members.lanes[0], self.ranks, lambda: self._gone(way))
+        self.members.look(lambda: self._gone(way))
         if closed:
             time.sleep(_LOOK_S)
 

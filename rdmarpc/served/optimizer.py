@@ -280,4 +280,5 @@ def make(served: Servers, kind: type[torch.optim.Optimizer], params: Any, defaul
             hint="use one server, or a class of torch.optim",
         )
     served.forget()
-    return _class(kind)(served, params, defaults)
+    found: Any = kind
+    return _class(found)(served, params, defaults)
