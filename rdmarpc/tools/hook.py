@@ -23,9 +23,16 @@ _TORCH = "torch"
 _SITE = str(Path(__file__).parent / "site")
 
 
-class _StandInLoader(importlib.abc.Loader):
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in modules.MEANT or not modules.stand_ins:
+            return None  # torch's own, while it is being imported
+        return importlib.machinery.ModuleSpec(name, self, is_package=name in modules.PACKAGES)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return modules.stand_in(spec.name)
+        return modules.stand_ins[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """A program that imports it will use it, in this process or in those that it forks. Torch itself (TorchScript, the
@@ -34,17 +41,8 @@ class _StandInLoader(importlib.abc.Loader):
             modules.load()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in modules.MEANT or not modules.replaced():
-            return None  # torch's own, while it is being imported
-        return importlib.machinery.ModuleSpec(name, _StandInLoader(), is_package=name in modules.PACKAGES)
-
-
 _finders = [
-    _Finder(),
+    _StandIns(),
     AfterImport(_TORCH, lambda _: modules.replace()),
     *(AfterImport(package, modules.ask_later) for package in modules.LATER),
 ]
@@ -72,5 +70,5 @@ def install() -> None:
     from torch's are exchanged, but not what they made of them (subclasses, defaults of arguments, objects)."""
     tell_children(os.environ)
     register()
-    if modules.replaced():
+    if modules.stand_ins:
         modules.load()  # modules that hold torch's names already would not ask for ours
