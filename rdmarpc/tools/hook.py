@@ -16,10 +16,9 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from ..base.imports import AfterImport
+from ..base.imports import after_import
 from . import modules
 
-_TORCH = "torch"
 _SITE = str(Path(__file__).parent / "site")
 
 
@@ -41,19 +40,16 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             modules.load()
 
 
-_finders = [
-    _StandIns(),
-    AfterImport(_TORCH, lambda _: modules.replace()),
-    *(AfterImport(package, modules.ask_later) for package in modules.LATER),
-]
+_stand_ins = _StandIns()
 
 
 def register() -> None:
-    """Stand in for torch's modules from now on; at once if torch is imported already."""
-    if _finders[0] not in sys.meta_path:
-        sys.meta_path[:0] = _finders
-    if _TORCH in sys.modules:
-        modules.replace()
+    """Stand in for torch's modules from now on; at once if torch is imported already. A second time does nothing."""
+    if _stand_ins not in sys.meta_path:
+        sys.meta_path.insert(0, _stand_ins)
+        after_import("torch", lambda _: modules.replace())
+        for package in modules.LATER:
+            after_import(package, modules.ask_later)
 
 
 def tell_children(environment: MutableMapping[str, str]) -> None:
