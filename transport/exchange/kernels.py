@@ -104,13 +104,12 @@ def _add_up(call: int) -> int:
 
 @inline
 def _step(call: int, port: int) -> int:
-    """Do what can be done: the number of pieces, or 0; ``w.OK - 1`` and less: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
+    """Do what can be done: the number of pieces, or 0; negative: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
     done."""
     if port != 0:
         poll(port)
     if load_acquire(call + 8 * w.CALL_CHUNKS) > 0:
-        summed = sum_step(call)
-        return summed if summed >= 0 else w.MISMATCH if summed == -2 else w.CLOSED
+        return sum_step(call)
     count, moved, rest = load_acquire(call + 8 * w.CALL_LANES), 0, 0
     folds = load_acquire(call + 8 * w.CALL_FOLD) >= 0
     for number in range(count):
@@ -138,8 +137,7 @@ def counted(call: int) -> int:
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
         lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
         total += load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) + load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED))
-    kick = load_acquire(call + 8 * w.CALL_KICK)
-    return total + (load_acquire(kick) if kick != 0 else 0)
+    return total
 
 
 @compiled(i64(i64, i64, i64, i64))
@@ -200,9 +198,8 @@ def rest(call: int, slice_ns: int, port: int) -> int:
 
 @compiled(i64(i64, i64, i64))
 def exchange(call: int, slice_ns: int, port: int) -> int:
-    """Move the streams of a call on until all is done: ``OK``; ``MISMATCH`` or ``CLOSED`` (``CALL_LANE``); ``CHANGED`` as soon
-    as the word at ``CALL_KICK`` is not ``CALL_SEEN``; ``TIMEOUT`` after ``slice_ns``. May be called again after the last
-    two."""
+    """Move the streams of a call on until all is done: ``OK``; ``MISMATCH`` or ``CLOSED`` (``CALL_LANE``); ``TIMEOUT`` after
+    ``slice_ns``, and it may be called again."""
     start, quiet, before = now(), 0, 0
     while True:
         seen = counted(call)
@@ -211,10 +208,6 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
             return moved
         if moved == 1 << 40:
             return w.OK
-        if load_acquire(call + 8 * w.CALL_KICK) != 0 and load_acquire(load_acquire(call + 8 * w.CALL_KICK)) != load_acquire(
-            call + 8 * w.CALL_SEEN
-        ):
-            return w.CHANGED
         if moved > 0:
             quiet = 0
             if slice_ns > 0 and now() - start > slice_ns:

@@ -1,7 +1,7 @@
 """The words of an exchange: of a call, of its lanes, of the plan that calls of one signature have in common, and of the header
 of a piece."""
 
-OK, TIMEOUT, CHANGED, MISMATCH, CLOSED = 0, -1, -2, -3, -4
+OK, TIMEOUT, MISMATCH, CLOSED = 0, -1, -2, -3
 """What ``exchange`` returns; for the last two ``CALL_LANE`` says which lane."""
 
 HEADER = 64
@@ -14,8 +14,8 @@ CALL_SEQUENCE, CALL_CODE, CALL_COUNT = 5, 6, 7
 CALL_FOLD, CALL_OWN, CALL_RESULT, CALL_BYTES, CALL_WHOLE = 8, 9, 10, 11, 12
 CALL_PART, CALL_CHUNK, CALL_CHUNKS, CALL_PAST = 13, 14, 15, 16
 CALL_RANK, CALL_FOLDED, CALL_TABLE, CALL_FOLDER = 17, 18, 19, 20
-CALL_LANE, CALL_KICK, CALL_SEEN, CALL_PATIENT = 21, 22, 23, 24
-CALL_WORDS = 32
+CALL_LANE, CALL_PATIENT = 21, 22
+CALL_WORDS = 24
 
 LANE_NOTIFY, LANE_CREDIT, LANE_OUT, LANE_IN, LANE_ARRIVED, LANE_CREDITED, LANE_SENT, LANE_TAKEN = 0, 1, 2, 3, 4, 5, 6, 7
 LANE_FROM, LANE_FROM_BYTES, LANE_PUSH, LANE_TO, LANE_TO_BYTES, LANE_PULL = 8, 9, 10, 11, 12, 13
