@@ -108,8 +108,8 @@ def _sum_next(call: int) -> int:
 
 @inline
 def sum_step(call: int) -> int:
-    """Do what can be done: the number of pieces, or 0; ``CLOSED``: ``CALL_LANE`` is; ``MISMATCH``: what came there is not of this call.
-    ``1 << 40``: all is done."""
+    """Do what can be done: the number of pieces, or 0; ``CLOSED``: ``CALL_LANE`` is; ``MISMATCH``: what came there is not of
+    this call. ``1 << 40``: all is done."""
     moved, rest = _sum_next(call), 0
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
         lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
