@@ -132,11 +132,14 @@ class Trainer:
         self.pull()
         self._raise_alarm()
         self.station.check()
-        self.finish()  # a wait that timed out may have left something
+        self._finish()  # a wait that timed out may have left something
 
     def finish(self) -> None:
         """Wait until the memory of the sent gradients may be changed again."""
         self.waiting = True
+        self._finish()
+
+    def _finish(self) -> None:
         for half in self.halves.values():
             half.finish(self.timeout)
 
