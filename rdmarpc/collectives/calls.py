@@ -13,7 +13,6 @@ sizes) as addresses. Later ones run it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -28,22 +27,11 @@ ONE_SHOT = 128 << 10
 PART = 512 << 10
 """Bytes of a block that one rank adds up."""
 Flat = torch.Tensor
+Run = Callable[[Engine, float], None]
+"""A call, with the seconds that it may take; 0: those of the group."""
 
 
-@dataclass(slots=True)
-class Run:
-    """A call: what all ranks have to agree on, and what this one does."""
-
-    signature: Signature
-    body: Callable[[Engine], None]
-
-    def __call__(self, engine: Engine, limit: float) -> None:
-        engine.begin(self.signature, limit)
-        self.body(engine)
-        engine.end()
-
-
-def in_turn(runs: Iterable[Run]) -> Callable[[Engine, float], None]:
+def in_turn(runs: Iterable[Run]) -> Run:
     """Several as one call."""
     runs = list(runs)
 
@@ -100,16 +88,18 @@ def barrier(name: str = "barrier") -> Run:
         empty = dict.fromkeys(streams.order, (0, 0))
         return streams.plan(code_of(signature), 0, empty, empty)
 
-    def body(engine: Engine) -> None:
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if engine.size > 1:
             engine.run(engine.plan(signature, make))
+        engine.end()
 
-    return Run(signature, body)
+    return run
 
 
 def all_reduce(data: torch.Tensor, how: Sum) -> Run:
     """``data``: contiguous, of any shape."""
-    nbytes = span(data)[1]
+    nbytes = data.nbytes
     signature = Signature("all_reduce", data.dtype, data.numel(), how.name)
 
     def make(streams: Streams) -> Plan:
@@ -118,7 +108,8 @@ def all_reduce(data: torch.Tensor, how: Sum) -> Run:
         whole = dict.fromkeys(streams.order, (0, nbytes))
         return streams.plan(code_of(signature), signature.elements, whole, whole, Fold(how.code, 0, 0, nbytes, True))
 
-    def body(engine: Engine) -> None:
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if how.factor is not None:
             data.detach().mul_(how.factor)
         if engine.size > 1:
@@ -128,8 +119,9 @@ def all_reduce(data: torch.Tensor, how: Sum) -> Run:
                 _by_blocks(engine, data.detach().view(-1), how)
         if how.average:
             how.finish(data.detach(), engine.size)
+        engine.end()
 
-    return Run(signature, body)
+    return run
 
 
 def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
@@ -148,24 +140,31 @@ def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
 
 
 def reduce(data: Flat, how: Sum, root: int) -> Run:
-    def body(engine: Engine) -> None:
+    signature = Signature("reduce", data.dtype, data.numel(), how.name, root)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if engine.rank != root:
             part = how.part(data)
             engine.exchange({root: span(part)})
-            return
-        if how.factor is not None:
-            data.mul_(how.factor)
-        if engine.size > 1:
-            _sum(engine, {}, data, data, how)
-        how.finish(data, engine.size)
+        else:
+            if how.factor is not None:
+                data.mul_(how.factor)
+            if engine.size > 1:
+                _sum(engine, {}, data, data, how)
+            how.finish(data, engine.size)
+        engine.end()
 
-    return Run(Signature("reduce", data.dtype, data.numel(), how.name, root), body)
+    return run
 
 
 def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum) -> Run:
     """Part ``r`` of ``inputs`` is summed at rank ``r``. Parts may differ in size."""
 
-    def body(engine: Engine) -> None:
+    signature = Signature("reduce_scatter", output.dtype, 0, how.name)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         parts = inputs if how.factor is None else [how.part(each) for each in inputs]
         me, result = engine.rank, span(output)
         if _overlap([span(part) for rank, part in enumerate(parts) if rank != me or span(part) != result], [result]):
@@ -176,12 +175,13 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum) -> Run:
         else:
             _copy(output, own)
         how.finish(output, engine.size)
+        engine.end()
 
-    return Run(Signature("reduce_scatter", output.dtype, 0, how.name), body)
+    return run
 
 
 def broadcast(data: Flat, root: int) -> Run:
-    nbytes = span(data)[1]
+    nbytes = data.nbytes
     signature = Signature("broadcast", data.dtype, data.numel(), "", root)
 
     def make(streams: Streams) -> Plan:
@@ -189,11 +189,13 @@ def broadcast(data: Flat, root: int) -> Run:
         outs, ins = dict.fromkeys(streams.order if mine else (), (0, nbytes)), {} if mine else {root: (0, nbytes)}
         return streams.plan(code_of(signature), signature.elements, outs, ins)
 
-    def body(engine: Engine) -> None:
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if engine.size > 1:
             engine.run(engine.plan(signature, make), data.data_ptr(), data.data_ptr())
+        engine.end()
 
-    return Run(signature, body)
+    return run
 
 
 def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root: int = -1) -> Run:
@@ -201,7 +203,10 @@ def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root:
     ``all_gather``, whose inputs are all one. All send to the ``root`` of a ``gather``, which alone has outputs; that of a
     ``scatter`` sends to all, and has alone inputs."""
 
-    def body(engine: Engine) -> None:
+    signature = Signature(name, (inputs or outputs)[0].dtype, 0, "", root)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         me, given = engine.rank, inputs
         others = [rank for rank in range(engine.size) if rank != me]
         senders = others if name != "scatter" else [rank for rank in others if rank == root]
@@ -214,15 +219,17 @@ def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root:
             engine.exchange(outs, ins)
         if given and outputs:
             _copy(outputs[me], given[me])
+        engine.end()
 
-    return Run(Signature(name, (inputs or outputs)[0].dtype, 0, "", root), body)
+    return run
 
 
 def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
     """``all_to_all`` or ``all_gather`` of two contiguous tensors, whose parts for the ranks have one size."""
     signature, nbytes = Signature(name, input.dtype), span(input)[1]
 
-    def body(engine: Engine) -> None:
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         size, rank = engine.size, engine.rank
         part, step = (nbytes // size,) * 2 if name == "all_to_all" else (nbytes, 0)
 
@@ -242,15 +249,18 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
         if source + rank * step != place:
             copy = kernels.copy_past_caches if part >= COPY_PAST else kernels.copy
             copy(place, source + rank * step, part)
+        engine.end()
 
-    return Run(signature, body)
+    return run
 
 
 def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
     """``reduce_scatter`` of two contiguous tensors, by an operation that kernels have."""
     signature, nbytes = Signature("reduce_scatter", output.dtype, 0, how.name), span(output)[1]
 
-    def body(engine: Engine) -> None:
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
+
         def make(streams: Streams) -> Plan:
             outs = {other: (other * nbytes, nbytes) for other in streams.order}
             fold = Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
@@ -265,5 +275,6 @@ def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
             kernels.copy(target, kept.data_ptr(), nbytes)
         if how.average:
             how.finish(output.detach(), engine.size)
+        engine.end()
 
-    return Run(signature, body)
+    return run

@@ -85,39 +85,41 @@ class Collectives(_Group):
         self.collected = _Collected()
         groups.add(self)
 
-    def _start(self, what: str, made: Made, limit: float, waits: bool) -> Work:
+    def _start(self, what: str, run: calls.Run, outputs: Tensors, ends: Ends | None, limit: float, waits: bool) -> Work:
         """Have a call run: with as little as can be in this thread, if that waits anyway, and no call is before it."""
-        if made.ends is not None or not waits or torch.autograd._profiler_enabled() or not self.queue.take(what):
-            return self._submit(what, made, limit, waits)
-        work = Work(nothing, made.outputs, what)
+        if ends is not None or not waits or torch.autograd._profiler_enabled() or not self.queue.take(what):
+            return self._submit(what, run, outputs, ends, limit, waits)
+        work = Work(nothing, outputs, what)
         try:
-            made.run(self.engine, limit)
+            run(self.engine, limit)
         except BaseException as error:
             work.error = error
             self.engine.fail(error)
         finally:
             self.queue.give()
         work.over = True
-        return self._keep(work)
+        if (collected := self.collected.works) is not None:
+            collected.append(work)
+        return work
 
-    def _submit(self, what: str, made: Made, limit: float, waits: bool) -> Work:
+    def _submit(self, what: str, run: calls.Run, outputs: Tensors, ends: Ends | None, limit: float, waits: bool) -> Work:
         """Have a call run. It fails the group if it raises."""
-        engine, ends, event = self.engine, made.ends, _event(what)
+        engine, event = self.engine, _event(what)
         limit = limit or engine.timeout
 
         def whole() -> None:
             try:
-                with event, writing(made.outputs):
+                with event, writing(outputs):
                     if ends is not None:
                         ends.begin(limit)
-                    made.run(engine, limit)
+                    run(engine, limit)
                     if ends is not None:
                         ends.end(limit)
             except BaseException as error:
                 engine.fail(error)
                 raise
 
-        work = Work(whole, made.outputs, what)
+        work = Work(whole, outputs, what)
         try:
             self.queue.submit(work, waits)
         except NotSupported as error:  # what another rank's callback calls goes to another call of this rank
@@ -155,11 +157,11 @@ class Collectives(_Group):
     def allreduce(self, tensors: Any, opts: Any) -> Made:
         tensor = _one(tensors)
         if plain(tensor):
-            return Made(calls.all_reduce(tensor, sum_of(opts.reduceOp, tensor.dtype)), [tensor])
+            return calls.all_reduce(tensor, sum_of(opts.reduceOp, tensor.dtype)), [tensor], None, (), True
         ends = Ends(self.staging)
         if tensor.layout is torch.sparse_coo and tensor.is_cpu:
-            return Made(sparse.all_reduce(tensor, opts.reduceOp), [tensor], ends)
-        return Made(self._summed(ends, tensor, opts), [tensor], ends)
+            return sparse.all_reduce(tensor, opts.reduceOp), [tensor], ends, (), True
+        return self._summed(ends, tensor, opts), [tensor], ends, (), True
 
     def _summed(self, ends: Ends, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([tensor], "all_reduce")
@@ -170,7 +172,7 @@ class Collectives(_Group):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Made:
         check_apart(tensors, "all_reduce_coalesced")
         ends = Ends(self.staging)
-        return Made(calls.in_turn(self._summed(ends, tensor, opts) for tensor in tensors), tensors, ends)
+        return calls.in_turn(self._summed(ends, tensor, opts) for tensor in tensors), tensors, ends, (), True
 
     @collective
     def reduce(self, tensors: Any, opts: Any) -> Made:
@@ -179,29 +181,29 @@ class Collectives(_Group):
         check([tensor], "reduce")
         ends, how = Ends(self.staging), sum_of(opts.reduceOp, tensor.dtype)
         data = ends.target(tensor, read=True) if mine else ends.source(tensor)
-        return Made(calls.reduce(data, how, opts.rootRank), [tensor], ends, writes=mine)
+        return calls.reduce(data, how, opts.rootRank), [tensor], ends, (), mine
 
     @collective
     def broadcast(self, tensors: Any, opts: Any) -> Made:
         tensor, root = _one(tensors), opts.rootRank
         self._check_rank(root, "broadcast")
         if plain(tensor):
-            return Made(calls.broadcast(tensor, root), [tensor], writes=self.me != root)
+            return calls.broadcast(tensor, root), [tensor], None, (), self.me != root
         check([tensor], "broadcast")
         ends = Ends(self.staging)
         data = ends.source(tensor) if self.me == root else ends.target(tensor)
-        return Made(calls.broadcast(data, root), [tensor], ends, writes=self.me != root)
+        return calls.broadcast(data, root), [tensor], ends, (), self.me != root
 
     @collective
     def barrier(self, opts: Any) -> Made:
-        return Made(calls.barrier(), [])
+        return calls.barrier(), [], None, (), True
 
     # -- gather
 
     @collective
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
         outputs, ends = _listed(output_tensors), Ends(self.staging)
-        return Made(self._gathered(ends, outputs, _one(input_tensors)), outputs, ends)
+        return self._gathered(ends, outputs, _one(input_tensors)), outputs, ends, (), True
 
     def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor) -> calls.Run:
         check([tensor, *outputs], "all_gather")
@@ -215,9 +217,9 @@ class Collectives(_Group):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
         output, input = _one(output), _one(input)
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
-            return Made(calls.even("all_gather", output, input), [output], inputs=[input])
+            return calls.even("all_gather", output, input), [output], None, [input], True
         ends = Ends(self.staging)
-        return Made(self._gathered_into(ends, output, input), [output], ends, [input])
+        return self._gathered_into(ends, output, input), [output], ends, [input], True
 
     _allgather_base = all_gather_single
 
@@ -234,7 +236,7 @@ class Collectives(_Group):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Made:
         ends = Ends(self.staging)
         runs = (self._gathered_into(ends, *each) for each in zip(outputs, inputs, strict=True))
-        return Made(calls.in_turn(runs), outputs, ends, inputs)
+        return calls.in_turn(runs), outputs, ends, inputs, True
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -245,7 +247,7 @@ class Collectives(_Group):
             raise ValueError("all_gather_coalesced needs a list of as many tensors as there are inputs for each rank")
         ends, lists = Ends(self.staging), zip(*output_lists)
         runs = calls.in_turn(self._gathered(ends, outputs, tensor) for outputs, tensor in zip(lists, inputs))
-        return Made(runs, [tensor for each in output_lists for tensor in each], ends)
+        return runs, [tensor for each in output_lists for tensor in each], ends, (), True
 
     @collective
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
@@ -256,7 +258,7 @@ class Collectives(_Group):
             check_own(outputs[self.me], tensor, "gather")
             check_apart(outputs, "gather")
         places = [ends.target(each) for each in outputs]
-        return Made(calls.all_to_all("gather", places, [ends.source(tensor)] * self.members_count, root), outputs, ends)
+        return calls.all_to_all("gather", places, [ends.source(tensor)] * self.members_count, root), outputs, ends, (), True
 
     # -- scatter
 
@@ -268,7 +270,7 @@ class Collectives(_Group):
         if inputs:
             check_own(tensor, inputs[self.me], "scatter")
         place, parts = ends.target(tensor), [ends.source(each) for each in inputs]
-        return Made(calls.all_to_all("scatter", [place] * self.members_count, parts, root), [tensor], ends)
+        return calls.all_to_all("scatter", [place] * self.members_count, parts, root), [tensor], ends, (), True
 
     @collective
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
@@ -278,7 +280,7 @@ class Collectives(_Group):
         check_own(output, inputs[self.me], "reduce_scatter")
         how = sum_of(opts.reduceOp, output.dtype)
         run = calls.reduce_scatter(ends.target(output), [ends.source(each) for each in inputs], how)
-        return Made(run, [output], ends)
+        return run, [output], ends, (), True
 
     def _scattered_from(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([output, tensor], "reduce_scatter")
@@ -295,9 +297,9 @@ class Collectives(_Group):
         if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
             how = sum_of(opts.reduceOp, output.dtype)
             if how.code >= 0 and how.factor is None:
-                return Made(calls.scatter_sum(output, input, how), [output], inputs=[input])
+                return calls.scatter_sum(output, input, how), [output], None, [input], True
         ends = Ends(self.staging)
-        return Made(self._scattered_from(ends, output, input, opts), [output], ends, [input])
+        return self._scattered_from(ends, output, input, opts), [output], ends, [input], True
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -305,7 +307,7 @@ class Collectives(_Group):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Made:
         ends = Ends(self.staging)
         runs = (self._scattered_from(ends, *each, opts) for each in zip(outputs, inputs, strict=True))
-        return Made(calls.in_turn(runs), outputs, ends, inputs)
+        return calls.in_turn(runs), outputs, ends, inputs, True
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -323,13 +325,13 @@ class Collectives(_Group):
         output, input, size = _one(output), _one(input), self.members_count
         even = not output_split_sizes and not input_split_sizes and input.dim() and input.shape[0] % size == 0
         if even and plain(output, input) and output.shape == input.shape:
-            return Made(calls.even("all_to_all", output, input), [output], inputs=[input])
+            return calls.even("all_to_all", output, input), [output], None, [input], True
         check([output, input], "all_to_all")
         ends = Ends(self.staging)
         places = split(ends.target(output).view(output.shape), output_split_sizes, size, "all_to_all")
         parts = split(ends.source(input).view(input.shape), input_split_sizes, size, "all_to_all")
         check_own(places[self.me], parts[self.me], "all_to_all")
-        return Made(calls.all_to_all("all_to_all", places, parts), [output], ends, [input])
+        return calls.all_to_all("all_to_all", places, parts), [output], ends, [input], True
 
     alltoall_base = all_to_all_single
 
@@ -342,7 +344,7 @@ class Collectives(_Group):
         check_apart(output_tensors, "all_to_all")
         ends = Ends(self.staging)
         places, parts = [ends.target(each) for each in output_tensors], [ends.source(each) for each in input_tensors]
-        return Made(calls.all_to_all("all_to_all", places, parts), output_tensors, ends, input_tensors)
+        return calls.all_to_all("all_to_all", places, parts), output_tensors, ends, input_tensors, True
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As ``barrier``; ``TransferTimeout`` names all ranks that did not come within ``timeout``, in the words of torch."""
@@ -350,7 +352,7 @@ class Collectives(_Group):
         if limit <= 0:
             raise TransferTimeout(f"Rank {self._called} timed out in monitoredBarrier after 0 ms")
         try:
-            self._submit("monitored_barrier", Made(calls.barrier("monitored_barrier"), []), limit, True).wait()
+            self._submit("monitored_barrier", calls.barrier("monitored_barrier"), [], None, limit, True).wait()
         except RdmaError as error:
             text = f"{self._absent(wait_all_ranks, limit)}: {error.message}"
             raise type(error)(text, peer=error.peer, device=error.device, status=error.status, hint=error.hint) from None

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..transport import timeouts
-from .engine import Engine
+from .calls import Run
 from .staging import Ends
 
 Tensors = Sequence[torch.Tensor]
@@ -87,18 +87,10 @@ _UNSET = timedelta(milliseconds=-1)
 _HINT = "torch.distributed.nn.functional and torch.distributed._functional_collectives have collectives with gradients"
 
 
-class Made(NamedTuple):
-    """A call that was checked, and has still to be made."""
-
-    run: Callable[[Engine, float], None]
-    """With the seconds that the call may take; 0: those of the group."""
-    outputs: Tensors
-    """What it writes: here, or (without ``writes``) at other ranks only."""
-    ends: Ends | None = None
-    """``None``: the memory of its tensors is all there is to it."""
-    inputs: Tensors = ()
-    """What outputs are made of, where no gradient leads back from them."""
-    writes: bool = True
+Made = tuple[Run, Tensors, Ends | None, Tensors, bool]
+"""A call that was checked, and has still to be made: what it does; what it writes, here or (without the last, ``writes``) at
+other ranks only; its ends, ``None`` if the memory of its tensors is all there is to it; what is written is made of, where no
+gradient leads back from that. A plain tuple: small calls are made often."""
 
 
 def _bound(names: Form, options: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -146,9 +138,9 @@ def collective(method: Callable[..., Made]) -> Callable[..., Any]:
         if len(args) != count or named or type(args[-1]) is not row.options:
             args = tuple(bind(name, args, named))
         limit = _limit(args[-1])
-        made = method(self, *args)
-        written(row.operator, made.outputs, made.inputs, writes=made.writes)
-        return self._start(row.call, made, limit, not getattr(args[-1], "asyncOp", True))
+        run, outputs, ends, inputs, writes = method(self, *args)
+        written(row.operator, outputs, inputs, writes)
+        return self._start(row.call, run, outputs, ends, limit, not getattr(args[-1], "asyncOp", True))
 
     return call
 
@@ -162,18 +154,16 @@ def _limit(options: Any) -> float:
     return timeouts.above_zero(found.total_seconds(), "the timeout of a collective")
 
 
-def written(operator: str, outputs: Tensors, inputs: Tensors = (), *, writes: bool = True) -> None:
+def written(operator: str, outputs: Tensors, inputs: Tensors = (), writes: bool = True) -> None:
     """Tell autograd of a call (``Made``): a backward that comes to one of its outputs gets a warning."""
     if writes and outputs:
         torch._C._increment_version(outputs)
-    if not torch.is_grad_enabled():
-        return
     for each in outputs:
-        if each.requires_grad:
+        if each.requires_grad and torch.is_grad_enabled():
             hook, hooks = _hook(operator), each._backward_hooks or {}
             if hook not in hooks.values():  # a parameter keeps its hooks
                 each.register_hook(hook)
-    if any(each.requires_grad for each in inputs):
+    if inputs and torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         _warn(operator)
 
 
