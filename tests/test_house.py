@@ -21,7 +21,7 @@ ORDER = {
         ["peers"],
         ["memory"],
         ["tls"],
-        ["notify.py", "channel.py", "device.py"],
+        ["notify.py", "channel.py", "device.py", "listening.py"],
         ["gpu", "nic"],
         ["shm", "tcp", "verbs"],
         ["cuda", "exchange"],

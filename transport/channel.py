@@ -195,7 +195,7 @@ class Channel(abc.ABC):
         system after the channel's end, when nothing here uses it any more."""
         with self._numbers_lock:
             if self.own_pool is None:
-                self.own_pool = self.device.memory.pool()
+                self.own_pool = self.device.arena.pool()
             return self.own_pool
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:

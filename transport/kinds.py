@@ -28,7 +28,7 @@ def open_device(name: str = "shm", **options: Any) -> Device:
     * ``"shm"``: processes of this host;
     * ``"cuda"``: as ``shm``, and GPU memory besides;
     * ``"tcp"``, ``"tcp://ADDRESS"``: any host; the device listens on that local address;
-    * ``"verbs"``, ``"verbs://mlx5_0:1"``: RDMA by that port. ``"verbs://mlx5_0,mlx5_1"`` divides large copies among several;
+    * ``"verbs"``, ``"verbs://mlx5_0:1"``: RDMA by that port;
     * ``"auto"``, ``"auto://ADDRESS"``: all of them on one arena, each peer by the fastest one that reaches it. ``ADDRESS`` is
       where its ``tcp`` listens.
 
@@ -104,9 +104,7 @@ def kinds() -> dict[str, str]:
 
 
 def _factory(kind: str, name: str) -> Factory:
-    if kind in _KINDS:
-        return _KINDS[kind]
-    found: Factory | None = plugins.load(GROUP, kind, "device", device=kind)
+    found = _KINDS.get(kind) or plugins.load(GROUP, kind, "device", device=kind)
     if found is None:
         raise _unknown(name)
     return found
@@ -140,17 +138,9 @@ def _tcp(place: str, options: DeviceOptions) -> Device:
 
 def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
     # These need libibverbs.
-    if "," in place:
-        from .verbs.stripes import StripedDevice
-
-        return StripedDevice(place.split(","), options, **own)
     from .verbs.device import VerbsDevice
 
     return VerbsDevice(place, options, **own)
 
 
-def _auto(place: str, options: DeviceOptions) -> Device:
-    return AutoDevice(place, options)
-
-
-_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": _auto}
+_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": AutoDevice}

@@ -25,7 +25,6 @@ from ..base import streams as gpu_streams
 from ..gradients.context import Context
 from ..gradients.plain import plainly
 from ..gradients.record import unbound
-from ..links.fetches import AWAY, Fetch
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -45,6 +44,7 @@ from ..links.frames import (
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
 from ..links.post import Post
+from ..links.reads import AWAY, Fetch
 from ..links.ring import Link, Room
 from ..message import script, serialize
 from ..message.tensors import (
@@ -164,7 +164,7 @@ class Caller:
         self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
         self._decode = self.answers.decode
         self._calls = itertools.count(1)
-        pool.finish = self._finish_all
+        progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
         self._ticking = self.timeouts.ticking
 

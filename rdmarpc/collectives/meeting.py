@@ -26,6 +26,7 @@ from ..options import RpcBackendOptions
 from ..transport import Channel, PeerLost, RdmaError, TransferTimeout
 from ..transport.exchange.lane import Lane
 from ..transport.exchange.streams import Streams, streams
+from ..transport.peers.ended import nobody
 from . import domain as domains
 from .domain import Domain
 from .signature import Mismatch
@@ -105,6 +106,11 @@ class Meeting:
     def all(self, kind: str, mine: str) -> list[bytes]:
         """What every member tells as ``kind``, in rank order. Raises ``TransferTimeout`` that names who is missing."""
         self._tell(f"{kind}/{self.rank}", mine)
+        # When ranks tell the last, others may take their claims back.
+        return self._all_told(kind, nobody if kind == _LAST else self._look_at_claims)
+
+    def _all_told(self, kind: str, meanwhile: Callable[[], None]) -> list[bytes]:
+        """As ``all``, for what this rank has told already. ``meanwhile`` is called at each look that finds some missing."""
         keys = [f"{kind}/{rank}" for rank in range(self.size)]
         found: list[bytes] = []
 
@@ -113,8 +119,7 @@ class Meeting:
                 found.extend(bytes(self._store.get(key)) for key in keys)
             else:
                 self._look(keys)
-                if kind != _LAST:  # then others may take their claims back
-                    self._look_at_claims()
+                meanwhile()
             return bool(found)
 
         self._until(told, keys)
@@ -137,13 +142,12 @@ class Meeting:
         if channel is not None:
             error = channel.error
             return None if error is None else PeerLost(f"{text}: {error.message}", peer=channel.peer)
-        if not self._claims or not self._has_ended(self._claims[place]):
+        if not self._claims or restarted_by_launcher():
             return None
-        return PeerLost(f"{text}: process {self._claims[place].pid} has ended", hint="its own output may say why")
-
-    def _has_ended(self, claim: Claim) -> bool:
-        mine = self._mine
-        return claim.rank != self.rank and not restarted_by_launcher() and runs(claim, mine) is False
+        claim = self._claims[place]
+        if claim.rank == self.rank or runs(claim, self._mine) is not False:
+            return None
+        return PeerLost(f"{text}: process {claim.pid} has ended", hint="its own output may say why")
 
     def _check_member(self, place: int) -> None:
         """Raise if a rank has told that it could not join, or this one was lost."""
@@ -201,21 +205,16 @@ class Meeting:
         """Wait until every rank is claimed. What is told from now on is for these processes. Raises ``Mismatch`` for ranks that
         make another group, or another process with our rank."""
         self._store, self.channels = self._base, dict(self._known)
-        keys = [f"claim/{rank}" for rank in range(self.size)]
 
-        def told() -> bool:
-            held = bytes(self._store.get(keys[self.rank])).decode()
-            if held != self._text:
+        def check_mine(held: bytes) -> None:
+            if held.decode() != self._text:
                 pids = f"{self._mine.pid} and {Claim.load(json.loads(held)[0]).pid}"
                 raise Mismatch(f"two processes joined the group as rank {self._ranks[self.rank]}: {pids}")
-            if not self._store.check(keys):
-                self._look(keys)
-                return False
-            self._texts = [bytes(self._store.get(key)).decode() for key in keys]
-            self._claims = [Claim.load(json.loads(text)[0]) for text in self._texts]
-            return True
 
-        self._until(told, keys)
+        found = self._all_told("claim", lambda: check_mine(bytes(self._store.get(f"claim/{self.rank}"))))
+        check_mine(found[self.rank])
+        self._texts = [text.decode() for text in found]
+        self._claims = [Claim.load(json.loads(text)[0]) for text in self._texts]
         mine, ours = self._ranks[self.rank], named(self._ranks)
         for text in self._texts:
             if (theirs := json.loads(text)[1]) != ours:
@@ -259,11 +258,11 @@ class Meeting:
     def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
         """``kinds`` lanes to every other member, open: for collectives, and for pairs."""
         mine = json.dumps([domain.token, domain.device.address.decode()])
-        members = [json.loads(text) for text in self.all("member", mine)]
         made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
-        for rank, (token, address) in enumerate(members):
+        for rank, text in enumerate(self.all("member", mine)):
             if rank == self.rank:
                 continue
+            token, address = json.loads(text)
             check = partial(self._check_member, rank)
             called = f"rank {self._ranks[rank]}"
             channel = self.channels[rank] = domain.channel(token, address.encode(), called, self.timeout, check)

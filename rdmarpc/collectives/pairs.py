@@ -22,7 +22,7 @@ from .engine import aside
 from .meeting import Ranks, has_left
 from .order import Orders
 from .queue import Work, nothing
-from .signature import Mismatch, Signature
+from .signature import Mismatch, Signature, code_of
 from .tensors import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
@@ -33,7 +33,7 @@ _SEND, _RECEIVE, _APART = "send to", "receive from", "receive apart from"
 
 @lru_cache(64)
 def _code(dtype: torch.dtype) -> int:
-    return Signature("send", dtype).code
+    return code_of(Signature("send", dtype))
 
 
 def _called(ranks: Sequence[int], peer: int) -> str:

@@ -90,7 +90,7 @@ class Losses:
     def refuse(self, link: Link, error: RdmaError) -> None:
         """End a link whose data cannot be trusted (holder of the polling role)."""
         self._links.forget_row(link)
-        self._apart(partial(self.cut_off, link, error))
+        self.distrust(link, error)
 
     def distrust(self, link: Link, error: RdmaError) -> None:
         """As ``refuse``, from any thread."""
@@ -175,8 +175,4 @@ class Losses:
 
     def close(self) -> None:
         """At the end of this worker, forget all callbacks."""
-        self._ended, self.at_once = _nothing_touched, nobody
-
-
-def _nothing_touched(link: Link, error: RdmaError) -> list[Any]:
-    return []
+        self._ended, self.at_once = lambda link, error: [], nobody
