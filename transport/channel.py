@@ -233,9 +233,6 @@ class Channel(abc.ABC):
     gpus = False
     """Whether the local side of a copy may be GPU memory here."""
 
-    maps_gpus = False
-    """Whether a peer that writes into our GPU memory has to map it, for which it needs a GPU's driver itself."""
-
     registered_only = False
     """Whether the local side of a copy has to lie in the arena, or is staged there: what is made there saves a copy."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from . import plugins
 from .auto import AutoDevice
 from .device import Device, DeviceOptions
 from .errors import NotSupported
@@ -100,14 +100,24 @@ def open_device(name: str = "shm", **options: Any) -> Device:
 
 def kinds() -> dict[str, str]:
     """The kinds of devices by name, and the package that brings each. No package is imported for this."""
-    return {**plugins.packages(GROUP), **dict.fromkeys(_KINDS, "rdmarpc")}
+    return {**{point.name: _package(point) for point in entry_points(group=GROUP)}, **dict.fromkeys(_KINDS, "rdmarpc")}
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
 
 
 def _factory(kind: str, name: str) -> Factory:
-    found = _KINDS.get(kind) or plugins.load(GROUP, kind, "device", device=kind)
-    if found is None:
-        raise _unknown(name)
-    return found
+    if kind in _KINDS:
+        return _KINDS[kind]
+    for point in entry_points(group=GROUP, name=kind):
+        try:
+            found: Factory = point.load()
+            return found
+        except Exception as error:
+            why = f"the device {kind!r} of {_package(point)} cannot be loaded: {error}"
+            raise NotSupported(why, device=kind, hint=f"entry point {point.value} of {GROUP}") from error
+    raise _unknown(name)
 
 
 def _unknown(name: str) -> NotSupported:

@@ -102,10 +102,6 @@ class TcpChannel(Channel):
     def peer(self, name: str) -> None:
         self._posts.peer = name
 
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
-        """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""
-        return self.access.lend(tensor)
-
     # -- copies
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:

@@ -179,7 +179,7 @@ class TcpDevice(ListeningDevice):
 
     def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
         assert isinstance(channel, TcpChannel)
-        return channel.lend(tensor)
+        return channel.access.lend(tensor)
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
         # What this peer may read is looked up when it asks, so it does not matter what the rest of the pool is for.

@@ -112,7 +112,7 @@ def test_a_warm_block_comes_back_first(nbytes: int) -> None:
     assert [arena.allocate(nbytes).offset for _ in range(3)] == [first.offset, third.offset, second.offset]
 
 
-def test_growth() -> None:
+def test_an_arena_grows_by_segments() -> None:
     arena = make_arena()
     arena.allocate(1)
     assert [segment.nbytes for segment in arena.segments] == [SEGMENT_BYTES]
@@ -159,7 +159,7 @@ def test_a_failed_segment_changes_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=0, max_size=4), st.sampled_from([torch.float32, torch.bfloat16, torch.bool]))
-def test_tensors(shape: list[int], dtype: torch.dtype) -> None:
+def test_a_tensor_gives_its_block_back(shape: list[int], dtype: torch.dtype) -> None:
     arena = make_arena()
     tensor = arena.readable.tensor(shape, dtype)
     assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype and tensor.is_contiguous()
