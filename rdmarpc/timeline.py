@@ -43,7 +43,7 @@ class Timeline:
     60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
 
     def __init__(self, agent: Agent, path: str | os.PathLike[str]) -> None:
-        if agent.caller.observer is not None:
+        if agent.post.observer is not None:
             raise RuntimeError("a timeline is being recorded already")
         self.agent, self.rank, self.path = agent, agent.me.id, Path(path)
         (self.path.parent if self.path.suffix == ".json" else self.path).mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class Timeline:
         self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
-        agent.observe(self._calls)
+        agent.post.observer = self._calls
         observing = self._streams()
         observing.line = self
         agent.device.on_staged = self._note_staged
@@ -103,7 +103,7 @@ class Timeline:
         with self._lock:
             if self._stopped:
                 return
-            self.agent.observe(None)
+            self.agent.post.observer = None
             observing = self._streams()
             if observing.line is self:
                 observing.line = None

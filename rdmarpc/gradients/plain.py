@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..polling import modes
+from ..polling.modes import dispatch_modes, function_modes, unseen
 from .context import Context, current
 
 T = TypeVar("T")
@@ -20,11 +20,12 @@ def plainly(run: Callable[[], T], context: Context | None = None) -> T:
     outer, recorded = current.context, torch.is_grad_enabled()
     current.context = None if context is None or context.ended else context
     try:
-        if modes.intercepted() or torch.is_inference_mode_enabled() or _native._is_any_autocast_enabled():
+        moded = function_modes() or dispatch_modes() or torch.is_inference_mode_enabled()
+        if moded or _native._is_any_autocast_enabled():
             with ExitStack() as left:
                 left.enter_context(torch.inference_mode(False))
                 left.enter_context(_native._DisableAutocast())
-                left.enter_context(modes.unseen())
+                left.enter_context(unseen())
                 left.enter_context(torch.enable_grad())
                 return run()
         if not recorded:

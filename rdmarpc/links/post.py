@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from ..message.tensors import Memory, Outgoing
 from ..transport import PeerLost
@@ -13,20 +13,14 @@ from .frames import BULK
 from .ring import MAX_BODY, Link
 
 
-class Sending(Protocol):
-    """Looks at what is sent: see ``calls``' observers."""
-
-    def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
-        """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
-
-
 class Post:
     """Sends the messages of one worker. Thread-safe. ``memory``: the source of memory for bodies that are too large for a
     frame."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.observer: Sending | None = None
+        self.observer: Any = None
+        """Told of every call, on both sides (``observe/calls``), while a timeline is recorded."""
 
     def send(
         self,

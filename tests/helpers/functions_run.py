@@ -26,7 +26,9 @@ def _seen(frame: Any, event: str, _: Any) -> None:
         name = _ours.get(code)
         if name is None:
             path = code.co_filename
-            name = _ours[code] = f"{Path(path).parent.name}/{Path(path).stem}.{code.co_qualname}" if path.startswith(_ROOMS) else ""
+            name = _ours[code] = (
+                f"{Path(path).parent.name}/{Path(path).stem}.{code.co_qualname}" if path.startswith(_ROOMS) else ""
+            )
         if name:
             _counts[name] += 1
 
