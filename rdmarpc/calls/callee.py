@@ -14,8 +14,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
-from ..gradients.context import Context, Contexts, current
-from ..gradients.plain import plainly
+from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.record import unbound
 from ..ground import forked
 from ..ground import streams as gpu_streams

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from ..gradients.context import Context
-from ..gradients.plain import plainly
+from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
 from ..ground import streams as gpu_streams
 from ..links import bulks

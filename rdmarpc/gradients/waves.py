@@ -26,7 +26,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ from ..ground import here
 from ..links.frames import CONTROL
 from . import error as grad_error
 from .behind import inner_edges
-from .context import Context, Contexts
+from .context import Context
 from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
 from .record import RECEIVED, edge
@@ -46,16 +46,6 @@ _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
 _MAX_SURVEYS = 1_000  # each makes at least one node run
-
-
-class Worker(here.Agent, Protocol):
-    """The part of a worker that a backward pass uses."""
-
-    @property
-    def contexts(self) -> Contexts: ...
-
-
-_current: Callable[[], Worker] = here.current
 
 
 class Name(NamedTuple):
@@ -107,12 +97,7 @@ def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]
     return entries
 
 
-def _open(agent: Worker, context: Context, name: Name) -> Pass:
-    """This worker's part of a pass. The first message of the pass makes it."""
-    return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
-
-
-def _arrive(agent: Worker, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
+def _arrive(agent: Any, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
     try:
         for message, gradients in entries:
             run.arrive(worker, message, gradients)
@@ -125,7 +110,7 @@ class Wave:
     """The work that one call sets off. ``asker``: the number of the worker that waits for it. It runs on the thread that starts
     it, and on threads of the pool as answers come. Subclasses say how calls are made and what happens at the end."""
 
-    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
+    def __init__(self, agent: Any, name: Name, run: Pass, asker: int | None) -> None:
         self.agent, self.name, self.run_, self.asker = agent, name, run, asker
         self.header = _PASS.pack(*name)
         self.holders: set[int] = set()
@@ -181,11 +166,13 @@ class Wave:
             self._open -= 1
             return self._open == 0
 
-    def open_with(self, calls: Calls) -> None:
+    def begin(self, calls: Calls) -> None:
+        """Make these calls, and run what can run here."""
         for call in calls:
             with self._lock:
                 self._open += 1
             self.call(*call)
+        self.go_on()
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
@@ -202,7 +189,7 @@ class Wave:
 class Sprung(Wave):
     """A wave that no thread waits for: ``future`` is completed at its end, with a ``Reply`` or by its first error."""
 
-    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
+    def __init__(self, agent: Any, name: Name, run: Pass, asker: int | None) -> None:
         super().__init__(agent, name, run, asker)
         self.result: Reply | Exception | None = None
         self.future: torch.futures.Future[Reply | Exception] | None = None
@@ -210,8 +197,7 @@ class Sprung(Wave):
     def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
         """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
         try:
-            self.open_with(calls)
-            self.go_on()
+            self.begin(calls)
         except BaseException as error:
             self._fail(error)
         else:
@@ -269,7 +255,7 @@ class _AnyOf:
 class Driven(Wave):
     """The wave of the thread that calls ``backward``, which makes it go on."""
 
-    def __init__(self, agent: Worker, name: Name, run: Pass) -> None:
+    def __init__(self, agent: Any, name: Name, run: Pass) -> None:
         super().__init__(agent, name, run, None)
         self._calls: list[here.Call] = []
 
@@ -279,8 +265,7 @@ class Driven(Wave):
     def drive(self, calls: Calls) -> Reply:
         """Run the wave until all is done, beginning with ``calls``. Raises the first error."""
         try:
-            self.open_with(calls)
-            self.go_on()
+            self.begin(calls)
             while self._calls:
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
@@ -302,17 +287,17 @@ class Driven(Wave):
 Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 
-def _begin(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
+def _begin(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
     run, serial, oldest = context.begin_pass(agent.number, retain_graph)
     run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
     return Name(context.number, agent.number, serial, oldest, retain_graph), run
 
 
-def _located(agent: Worker, error: BaseException) -> Exception:
+def _located(agent: Any, error: BaseException) -> Exception:
     return grad_error.located(error, agent.me.id, agent.name)
 
 
-def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+def backward(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
     """Returns when all gradients are in the context, on all workers. Raises ``BackwardError``."""
     name, run = _begin(agent, context, roots, retain_graph)
     try:
@@ -334,7 +319,7 @@ def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_
 class Unattended:
     """A ``backward`` for which no thread waits. The value of ``future`` is ``None`` or the ``BackwardError``."""
 
-    def __init__(self, agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+    def __init__(self, agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
         self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
         self._agent, self._context = agent, context
         self._name, self._run = _begin(agent, context, roots, retain_graph)
@@ -379,7 +364,7 @@ class Unattended:
 # -- what is held for messages that will get no gradient
 
 
-def _settlement(agent: Worker, name: Name, run: Pass, holders: set[int]) -> Calls:
+def _settlement(agent: Any, name: Name, run: Pass, holders: set[int]) -> Calls:
     """Find out which messages can still get a gradient. Tells our own part; returns the calls that tell the other holders, and
     set off what can run there."""
     agent.contexts.surveys += 1
@@ -414,7 +399,7 @@ def _unpacked(packed: bytes) -> set[int]:
     return {number for (number,) in _HOLDER.iter_unpack(packed)}
 
 
-def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
+def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
     if worker == agent.number:
         return _survey(worker, *args)
     return agent.call_async(agent.group.worker(worker), _survey, args, None, -1.0, control=True)
@@ -423,13 +408,13 @@ def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # The functions that other workers call here. The first argument is the number of the caller.
 
 
-def _load(header: bytes) -> tuple[Worker, Context, Name]:
+def _load(header: bytes) -> tuple[Any, Context, Name]:
     name = Name(*_PASS.unpack(header))
-    agent = _current()
+    agent = here.current()
     return agent, agent.contexts.find(name.context), name
 
 
-def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
+def _load_own(sender: int, header: bytes) -> tuple[Any, Context, Name]:
     """As ``_load``, for a pass that the sender must have begun. Raises ``ForeignGradients`` if it did not."""
     agent, context, name = _load(header)
     if name.worker != sender:
@@ -440,37 +425,35 @@ def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
 
 def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Take gradients of messages that this worker sent. Answers when all that they set off is done."""
-    agent = _current()
     try:
         agent, context, name = _load(header)
         if sender not in context.workers:
             agent.contexts.refused_gradients += 1
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
-        run = _open(agent, context, name)
+        run = context.join_pass(agent.number, *name[1:])
         _arrive(agent, run, sender, _unpack(heads, gradients))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(_located(agent, error))
+        return _dump_reply(_located(here.current(), error))
 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
     what can run, as ``_deliver`` does."""
-    agent = _current()
     try:
         agent, context, name = _load_own(sender, header)
-        run = _open(agent, context, name)
+        run = context.join_pass(agent.number, *name[1:])
         run.expect(_unpacked(messages))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(_located(agent, error))
+        return _dump_reply(_located(here.current(), error))
 
 
 def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     """The messages to this worker that backward reaches from ``messages``, which it sent, and, if ``held``, from the gradients
     that are held here. Packed as pairs (sender, message)."""
     agent, context, name = _load_own(sender, header)
-    starts = _open(agent, context, name).starts() if held else []
+    starts = context.join_pass(agent.number, *name[1:]).starts() if held else []
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
@@ -501,3 +484,42 @@ def _load_reply(answer: tuple[Any, ...]) -> Reply:
         raise grad_error.load(answer[0])
     _, heads, holders, *gradients = answer
     return Reply(_unpack(heads, tuple(gradients)), _unpacked(holders))
+
+
+# -- the arguments of a backward pass, checked: the roots that users name, and the context
+
+
+def check_types(context_id: Any, roots: Any) -> None:
+    """Raise ``TypeError``, with torch's text, if these are not a context's id and a list of roots."""
+    if not isinstance(context_id, int) or isinstance(context_id, bool) or not isinstance(roots, list | tuple):
+        raise TypeError(
+            "backward(): incompatible function arguments. Expected: (context_id: int, roots: list[torch.Tensor], "
+            f"retain_graph: bool = False), got ({type(context_id).__name__}, {type(roots).__name__})"
+        )
+
+
+def scalars(roots: Any) -> list[torch.Tensor]:
+    """The roots. Raises what torch raises for those that are no scalars with a graph."""
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for root in roots:
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(f"backward(): incompatible function arguments: a root is a tensor, got {type(root).__name__}")
+        if not root.requires_grad:
+            raise RuntimeError("requires_grad not set on root")
+        if root.numel() != 1:
+            raise RuntimeError(f"Tensor of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError("root does not have a valid gradient function.")
+    return list(roots)
+
+
+def referenced_scalar(value: Any) -> torch.Tensor:
+    """The value of a reference as a root. Raises what torch raises for those that are none."""
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError("RRef should contain a tensor for .backward()")
+    if not value.requires_grad:
+        raise RuntimeError("tensors does not require grad and does not have a grad_fn")
+    if value.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return value

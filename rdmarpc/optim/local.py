@@ -18,7 +18,7 @@ import torch
 from .. import autograd
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
-from ..gradients.lending import undisturbed
+from ..gradients.behind import undisturbed
 from ..graph.servers.updates import hyperparameters
 from ..ground.futures import fail
 from ..ground.streams import use_here

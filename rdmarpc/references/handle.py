@@ -13,7 +13,7 @@ from ..gradients import error as grad_error
 from ..gradients import waves
 from ..gradients.context import current as current_context
 from ..gradients.implicit import Fetched
-from ..gradients.roots import check_types, referenced_scalar, scalars
+from ..gradients.waves import check_types, referenced_scalar, scalars
 from ..ground import here
 from ..ground.futures import Awaitable, fail, mapped
 from ..ground.worker_info import WorkerInfo
