@@ -28,7 +28,7 @@ STOREYS = [
             [
                 ("served/", "parameters at servers"),
                 ("optim/", "distributed optimizer"),
-                ("standing_in/", "under torch's names, in all libraries"),
+                ("drop_in/", "under torch's names, in all libraries"),
             ],
             [("api, autograd, nn, ...", "torch's names")],
             [("observe/", "counters, timeline, explain")],

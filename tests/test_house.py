@@ -51,7 +51,7 @@ ORDER = {
         ["autograd.py", "timeline.py"],
         ["api.py"],
         ["nn.py", "profiling.py", "transfers.py"],
-        ["optim", "served", "standing_in"],
+        ["optim", "served", "drop_in"],
         ["__init__.py"],
         ["cli"],
         ["__main__.py"],

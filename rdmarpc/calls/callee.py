@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from ..base import forked
+from ..base import streams as gpu_streams
+from ..base.futures import Value, known
+from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.record import unbound
-from ..ground import forked
-from ..ground import streams as gpu_streams
-from ..ground.failures import Failures
-from ..ground.futures import Value, known
-from ..ground.worker_info import WorkerInfo
 from ..links import bulks, holding
 from ..links.bulks import Kept
 from ..links.fetches import AWAY, Fetch
@@ -45,6 +44,7 @@ from ..links.frames import (
     request_body,
     response_payload,
 )
+from ..links.polling.pool import Pool
 from ..links.post import Post
 from ..links.promises import Promises
 from ..links.ring import MAX_BODY, Link
@@ -61,13 +61,13 @@ from ..message.tensors import (
     unpack,
     unpack_lone,
 )
-from ..polling.pool import Pool
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.unsent import take_back
 from ..transport import Device, PeerLost, RdmaError, RemoteRegion
 from ..transport.memory.arena import Block
 from . import errors, profiled
+from .failures import Failures
 from .handover import Handovers, sole
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024

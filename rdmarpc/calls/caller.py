@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
-from ..ground import streams as gpu_streams
 from ..links import bulks
 from ..links.fetches import AWAY, Fetch
 from ..links.frames import (
@@ -48,6 +48,9 @@ from ..links.frames import (
     request_payload,
     response_body,
 )
+from ..links.polling.modes import dispatch_modes, function_modes, unseen
+from ..links.polling.pool import Pool
+from ..links.polling.progress import Progress
 from ..links.post import Post, tell
 from ..links.ring import Link, Room
 from ..message import script, serialize
@@ -68,9 +71,6 @@ from ..message.tensors import (
     unpack,
     unpack_lone,
 )
-from ..polling.modes import dispatch_modes, function_modes, unseen
-from ..polling.pool import Pool
-from ..polling.role import Role
 from ..references.context import RRefContext
 from ..references.unsent import take_back
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
@@ -157,7 +157,7 @@ class Caller:
     def __init__(
         self,
         device: Device,
-        role: Role,
+        progress: Progress,
         pool: Pool,
         post: Post,
         rrefs: RRefContext,
@@ -166,9 +166,9 @@ class Caller:
     ) -> None:
         """``distrust`` ends the link of a peer that sent something that it had no right to (from any thread, without
         waiting)."""
-        self.device, self.role, self.pool, self.post, self.rrefs = device, role, pool, post, rrefs
+        self.device, self.progress, self.pool, self.post, self.rrefs = device, progress, pool, post, rrefs
         self.pending, self.expired = outstanding.pending, outstanding.expired
-        self.futures: dict[int, object] = role.outstanding
+        self.futures: dict[int, object] = progress.outstanding
         """The calls of ``pending`` for which users hold futures."""
         self.refused = 0
         """The number of answers to calls that were made to another worker."""
@@ -260,13 +260,13 @@ class Caller:
             self._ticking.set()
         if not pending.control:
             self.futures[pending.call] = pending
-            self.role.linger(now)
+            self.progress.linger(now)
 
     def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
         link = pending.link
         if link.full and not flags & CONTROL:
             # The peer has not read for a while, and as many requests are queued for it as may be.
-            room = self.role.wait_for(Room(link), pending.deadline)
+            room = self.progress.wait_for(Room(link), pending.deadline)
             if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
                 raise pending.timed_out()
         dropped = None
@@ -312,7 +312,7 @@ class Caller:
         lost = pending.link.channel.error is not None  # the handling of the loss answers the call then
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
-            self.role.interrupt()
+            self.progress.interrupt()
         elif self.expired.pop(pending.call, None) is not None and not lost:
             self.pool.submit(partial(self._bury, pending, fetch))
 
@@ -333,26 +333,26 @@ class Caller:
                     if self._complete(future, pending, answer):
                         self.rrefs.forks.made(pending)
                     pending.done = True
-                    self.role.completed()
+                    self.progress.completed()
                     return
                 # This thread reads the rings, so it must not complete a future: that may run users' code (we do not see the
                 # callbacks of ``collect_all``). The thread that waits for it does, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
                 self._forget_finished()
-                self.role.unfinished.append(pending)
-                self.role.completed()
+                self.progress.unfinished.append(pending)
+                self.progress.completed()
                 return
         pending.answers.append(answer)
         if future is None or pending.waited:
             pending.done = True
-            self.role.completed()
+            self.progress.completed()
             return
         self.pool.owe(partial(self._finish_elsewhere, pending))
 
     def _forget_finished(self) -> None:
         """Drop the answers at the front of ``unfinished`` that a thread has come for meanwhile."""
-        unfinished = self.role.unfinished
+        unfinished = self.progress.unfinished
         while unfinished:
             try:
                 head = unfinished.popleft()
@@ -365,17 +365,17 @@ class Caller:
     def _finish_elsewhere(self, pending: Pending) -> None:
         pending.done = True
         self.finish(pending)
-        self.role.completed()
+        self.progress.completed()
 
     def _finish_all(self) -> None:
-        unfinished = self.role.unfinished
+        unfinished = self.progress.unfinished
         while unfinished:
             try:
                 pending = unfinished.popleft()
             except IndexError:  # another thread was faster
                 break
             self.finish(pending)
-        self.role.completed()
+        self.progress.completed()
 
     def finish(self, pending: Pending) -> None:
         """Decode the answer of a call with a future, once, and complete the future."""
@@ -427,7 +427,7 @@ class Caller:
         """Wait for the answer of a call without a future, and decode it."""
         try:
             try:
-                answered = self.role.wait_for(pending, pending.deadline)
+                answered = self.progress.wait_for(pending, pending.deadline)
             except BaseException:
                 self.abandon(pending)
                 raise
@@ -576,7 +576,7 @@ class Caller:
             # It is being entered: where somebody has a future, soon, by the pool.
             self.expired.pop(pending.call, None)
             if pending.future is None:
-                self.role.wait_for(pending)
+                self.progress.wait_for(pending)
             return False
         pending.expired = True
         return True
@@ -625,7 +625,7 @@ class Caller:
                 self._answer(pending, error)
                 if pending.future is not None and not pending.future.has_callbacks:
                     self.finish(pending)
-        self.role.interrupt()
+        self.progress.interrupt()
         return found
 
     def stop(self) -> None:

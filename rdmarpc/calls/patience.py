@@ -41,7 +41,7 @@ class Patience:
         try:
             return channel.pool.run(nbytes)
         except ArenaFull as full:
-            if self._agent.role.reading:
+            if self._agent.progress.reading:
                 raise
             slot = self._agent.pool.slot
             self._waiting.add(slot)
@@ -69,7 +69,7 @@ class Patience:
                 hope = now
             if now >= limit or now - hope >= _GRACE_S:
                 break
-            self._agent.role.pause(min(pause, limit - now))
+            self._agent.progress.pause(min(pause, limit - now))
             pause = min(2 * pause, _LAST_PAUSE_S)
         waited = time.monotonic() - begin
         held = [f"{what} {nbytes} bytes" for what, nbytes in self.holders().items() if nbytes]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..ground import streams
-from ..ground.futures import Awaitable, fail
+from ..base import streams
+from ..base.futures import Awaitable, fail
 from ..links.fetches import Fetch
 from ..links.frames import Frame
 from ..links.grants import Signature
+from ..links.polling.modes import check_real, dispatch_modes, tracing
 from ..links.ring import Link
 from ..message.tensors import Landing
-from ..polling.modes import check_real, dispatch_modes, tracing
 from ..transport import TransferTimeout, bare
 
 Answer = Frame | Fetch | Exception
@@ -176,7 +176,7 @@ class Future(Awaitable):
         pending.waited = True
         if not pending.answers:
             # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
-            self._caller.role.wait_for(pending)
+            self._caller.progress.wait_for(pending)
         self._caller.finish(pending)
 
     def done(self) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..base import here
+from ..base.futures import fail
 from ..functions import TOLD_WHO
-from ..ground import here
-from ..ground.futures import fail
 from ..message import gpu
 from ..transport import NotSupported, RdmaError, TransferTimeout, fresh, kept
 

@@ -29,7 +29,7 @@ import torch.distributed
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel, distributed
 
-from ..ground.streams import use_here
+from ..base.streams import use_here
 from ..transport import NotSupported
 from ..transport.memory.sole import KEPT, references
 from .implicit import of_others

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..ground.streams import joint, use_here
-from ..polling.modes import dispatch_modes, function_modes, unseen
+from ..base.streams import joint, use_here
+from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..transport.memory.sole import KEPT, references
 from ..transport.peers.ended import nobody
 from .local import Pass

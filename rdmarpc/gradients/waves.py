@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base import here
 from ..functions import TOLD_WHO
-from ..ground import here
 from ..links.frames import CONTROL
 from . import error as grad_error
 from .behind import inner_edges
@@ -269,7 +269,7 @@ class Driven(Wave):
             while self._calls:
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
-                    self.agent.role.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
+                    self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
                 call = next((call for call in self._calls if call.done), self._calls[0])
                 self._calls.remove(call)
                 answer = call.result()

@@ -10,8 +10,6 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..group.group import Group
-from ..group.members import Record
 from ..transport import (
     GONE,
     AuthenticationError,
@@ -23,6 +21,8 @@ from ..transport import (
     kept,
 )
 from ..transport.peers.guard import broken_by, hint_for
+from .group.group import Group
+from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by
 from .ring import Link
 from .table import Links

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Protocol
 
 from ..message.tensors import Memory
-from ..polling.pool import Pool
 from .fetches import Fetch
 from .frames import Frame
+from .polling.pool import Pool
 from .ring import Link
 
 

@@ -6,11 +6,11 @@ import struct
 import time
 from collections.abc import Callable
 
-from ..polling.role import Role
 from ..transport import Poller, RdmaError
 from ..transport.peers.guard import Guard, broken_by
 from .frames import GOODBYE, WRAP, Frame, NotTheirs
 from .losses import Losses
+from .polling.progress import Progress
 from .ring import Link
 from .table import Links
 
@@ -32,10 +32,16 @@ class Reading:
     after frames were read from a peer of which requests are held."""
 
     def __init__(
-        self, links: Links, losses: Losses, role: Role, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
+        self,
+        links: Links,
+        losses: Losses,
+        progress: Progress,
+        device: str,
+        resume: Callable[[Link], None],
+        takes: dict[int, Handler],
     ) -> None:
         """``takes``: the handlers, by kind of frame."""
-        self._links, self._losses, self._rows, self._completed = links, losses, links.rows, role.completed
+        self._links, self._losses, self._rows, self._completed = links, losses, links.rows, progress.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
         self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():

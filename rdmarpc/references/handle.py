@@ -8,15 +8,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from ..base import here
+from ..base.futures import Awaitable, fail, mapped
+from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
 from ..gradients import error as grad_error
 from ..gradients import waves
 from ..gradients.context import current as current_context
 from ..gradients.implicit import Fetched
 from ..gradients.waves import check_types, referenced_scalar, scalars
-from ..ground import here
-from ..ground.futures import Awaitable, fail, mapped
-from ..ground.worker_info import WorkerInfo
 from ..internal import taken_apart
 from ..links.frames import CONTROL
 from ..message import serialize

@@ -29,9 +29,9 @@ from rref_things import (
 from timing import eventually
 
 import rdmarpc as rpc
+from rdmarpc.base.futures import Value
 from rdmarpc.calls import agent
 from rdmarpc.calls.pending import Pending
-from rdmarpc.ground.futures import Value
 from rdmarpc.transport.words import kernels
 
 # -- calls
@@ -59,7 +59,7 @@ DELETED = 100
 
 def announced():
     """How often all threads of the pool were called."""
-    return kernels.load(agent.current().role.words.jobs)
+    return kernels.load(agent.current().progress.words.jobs)
 
 
 def deleted_one_by_one(rank):

@@ -12,10 +12,11 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from ..ground import device_maps, forked
-from ..ground.worker_info import WorkerInfo
-from ..options import RpcBackendOptions
-from ..transport import PeerLost, host_id
+from ...base import forked
+from ...base.worker_info import WorkerInfo
+from ...message import device_maps
+from ...options import RpcBackendOptions
+from ...transport import PeerLost, host_id
 from .members import Members, Record
 from .registry import Registry
 from .rendezvous import FOR_EVER_S, Rendezvous, open_store

@@ -21,14 +21,14 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from ..transport import AuthenticationError, PeerLost, TransferTimeout
+from ...transport import AuthenticationError, PeerLost, TransferTimeout
 from . import slurm
 from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
-from .lives import Lives, restarted_by_launcher, runs
 from .members import Record, record_key, refuse_twins
+from .restarts import Restarts, restarted_by_launcher, runs
 
 if TYPE_CHECKING:
-    from ..options import RpcBackendOptions
+    from ...options import RpcBackendOptions
 
 _met: dict[bytes, int] = {}
 """How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
@@ -163,7 +163,7 @@ class Rendezvous:
         missing."""
         mine, secret = claim(name, self.rank, options)
         if restarted_by_launcher():
-            lives = Lives(self._store, self.world_size, mine)
+            lives = Restarts(self._store, self.world_size, mine)
             self._until(lives.agreed, lambda: lives.missing)
             self._prefix = f"{self._prefix}/{lives.number}"
             self._store = dist.PrefixStore(str(lives.number), self._store)

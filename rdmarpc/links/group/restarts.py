@@ -15,7 +15,7 @@ import os
 
 import torch.distributed as dist
 
-from ..transport.shm.channel import runs as process_runs
+from ...transport.shm.channel import runs as process_runs
 from .job_secret import Claim
 
 _KEY = "lives"
@@ -35,7 +35,7 @@ def runs(claim: Claim, mine: Claim) -> bool | None:
     return process_runs(claim.pid)
 
 
-class Lives:
+class Restarts:
     """One worker's look at the lives in the store. ``number``, ``missing``: as of the last call of ``agreed``."""
 
     def __init__(self, store: dist.Store, world_size: int, mine: Claim) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ..ground.imports import AfterImport
+from ..base.imports import AfterImport
 from . import modules
 
 _TORCH = "torch"

@@ -1,4 +1,4 @@
-"""Python imports this when it starts, because this folder is on ``PYTHONPATH`` (``standing_in/children``)."""
+"""Python imports this when it starts, because this folder is on ``PYTHONPATH`` (``drop_in/children``)."""
 
 import importlib.machinery
 import importlib.util
@@ -22,7 +22,7 @@ def _run_next() -> None:
 
 def _stand_in() -> None:
     try:
-        from rdmarpc.standing_in import hook
+        from rdmarpc.drop_in import hook
     except ModuleNotFoundError as error:
         if error.name != "rdmarpc":
             raise

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ..transport import NotSupported, TransferTimeout, user_secret
+from ...transport import NotSupported, TransferTimeout, user_secret
 from .job_secret import chosen_secret, is_insecure
 from .members import Record, record_key
 from .rendezvous import FOR_EVER_S, wrong_secret
 
 if TYPE_CHECKING:
-    from ..options import RpcBackendOptions
+    from ...options import RpcBackendOptions
 
 _PREFIX = "rdmarpc/dynamic"
 _MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _device
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 
-from ..transport import NotSupported
+from ...transport import NotSupported
 
 _native: Any = torch._C
 _FAKE = _native._TorchDispatchModeKey.FAKE

@@ -9,20 +9,20 @@ from typing import Any
 
 from . import differences
 
-_RPC = ("rdmarpc", "rdmarpc.api", "rdmarpc.standing_in.backend_registry", "rdmarpc.standing_in.constants")
+_RPC = ("rdmarpc", "rdmarpc.api", "rdmarpc.drop_in.backend_registry", "rdmarpc.drop_in.constants")
 MEANT: dict[str, tuple[str, ...]] = {
     "torch.distributed.rpc": _RPC,
     "torch.distributed.rpc.api": ("rdmarpc.api", "rdmarpc.internal", "rdmarpc.constants"),
-    "torch.distributed.rpc.backend_registry": ("rdmarpc.standing_in.backend_registry",),
-    "torch.distributed.rpc.constants": ("rdmarpc.constants", "rdmarpc.standing_in.constants"),
+    "torch.distributed.rpc.backend_registry": ("rdmarpc.drop_in.backend_registry",),
+    "torch.distributed.rpc.constants": ("rdmarpc.constants", "rdmarpc.drop_in.constants"),
     "torch.distributed.rpc.functions": ("rdmarpc.functions",),
     "torch.distributed.rpc.internal": ("rdmarpc.internal", "rdmarpc.api"),
-    "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.standing_in.options"),
-    "torch.distributed.rpc.rref_proxy": ("rdmarpc.standing_in.rref_proxy",),
+    "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.drop_in.options"),
+    "torch.distributed.rpc.rref_proxy": ("rdmarpc.drop_in.rref_proxy",),
     "torch.distributed.autograd": ("rdmarpc.autograd",),
-    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.standing_in.remote_module"),
+    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.drop_in.remote_module"),
     "torch.distributed.optim.optimizer": ("rdmarpc.optim",),
-    "torch._C._distributed_rpc": ("rdmarpc.api", "rdmarpc", "rdmarpc.standing_in.constants"),
+    "torch._C._distributed_rpc": ("rdmarpc.api", "rdmarpc", "rdmarpc.drop_in.constants"),
     "torch._C._distributed_autograd": ("rdmarpc.autograd",),
 }
 """Torch's modules, and ours that have their names: the first that has one."""
@@ -175,7 +175,7 @@ def load() -> None:
         return
     _loaded = True
     importlib.import_module("rdmarpc.api")
-    importlib.import_module("rdmarpc.standing_in.scripts").take_over()
+    importlib.import_module("rdmarpc.drop_in.scripts").take_over()
     ours: dict[int, Any] = {}
     for name, original in _originals.items():
         ours[id(original)] = _stand_ins[name]

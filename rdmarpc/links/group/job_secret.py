@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ..transport import AuthenticationError, check_secret, host_id, read_private, user_secret
+from ...transport import AuthenticationError, check_secret, host_id, read_private, user_secret
 
 if TYPE_CHECKING:
-    from ..options import RpcBackendOptions
+    from ...options import RpcBackendOptions
 
 CHOSEN, USERS, INSECURE = "chosen", "users", "insecure"
 HOW = (

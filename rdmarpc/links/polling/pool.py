@@ -24,12 +24,12 @@ from collections import deque
 
 import torch
 
-from ..transport.peers.ended import nobody
-from ..transport.peers.guard import Guard
-from ..transport.words import kernels
-from . import words
+from ...transport.peers.ended import nobody
+from ...transport.peers.guard import Guard
+from ...transport.words import kernels
+from . import steps as words
 from .modes import clear, left
-from .role import Job, Role
+from .progress import Job, Progress
 
 _TICK_NS = 200_000
 _IDLE_TICKS = 50
@@ -42,9 +42,9 @@ _MOST_THREADS = 1000
 class Pool:
     """The threads of one worker. ``threads``: how many user functions may run at once. Nothing runs before ``start``."""
 
-    def __init__(self, role: Role, threads: int, name: str) -> None:
-        self._role, self._limit, self._name = role, threads, name
-        self.jobs = role.jobs
+    def __init__(self, progress: Progress, threads: int, name: str) -> None:
+        self._progress, self._limit, self._name = progress, threads, name
+        self.jobs = progress.jobs
         """Jobs for the threads of the pool. The thread that reads the rings appends to it; other threads call ``submit``."""
         self._owed: deque[Job] = deque()
         """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
@@ -53,7 +53,7 @@ class Pool:
         """Completes the futures of the answers in ``Role.unfinished``. The pool calls it for answers that no thread has come
         for after a while: most are taken a moment later, by a thread that is awake anyway."""
         self._finishing = False
-        of = role.words
+        of = progress.words
         self._token, self._jobs_word, self._events = of.token, of.jobs, of.events
         self._runs, self._asleep, self._backlog = of.runs, of.asleep, of.backlog
         self._bell, self._table, self._port = of.bell, of.table, of.port
@@ -75,7 +75,7 @@ class Pool:
         self._relief = False
         self._oldest: tuple[Job | None, float] = None, 0.0
         """The job that waited first at the watchdog's last looks, and since when (s) it has been that one."""
-        role.offer, role.want_finish = self._offer, self._want_finish
+        progress.offer, progress.want_finish = self._offer, self._want_finish
 
     def start(self) -> None:
         """Start the threads. From now on they read the rings."""
@@ -92,7 +92,7 @@ class Pool:
     @property
     def slot(self) -> int:
         """The number of the calling thread in the pool; 0 if it is not one of the pool's."""
-        return self._role.here.pool
+        return self._progress.here.pool
 
     def others_run(self, besides: set[int]) -> bool:
         """Whether functions run on threads of the pool other than these (by ``slot``)."""
@@ -109,7 +109,7 @@ class Pool:
         self._owed.append(job)
         if not self._ended:
             self.jobs.append(self._run_owed)
-            if not self._role.reading:  # the reader looks at the jobs itself when it has read
+            if not self._progress.reading:  # the reader looks at the jobs itself when it has read
                 self.call_out()
         if self._ended:  # maybe only since
             self._run_owed()
@@ -134,7 +134,7 @@ class Pool:
 
     def _want_finish(self) -> bool:
         """Leave the answers in ``Role.unfinished`` to the pool, as one job. Returns whether that job is new."""
-        if not self._role.unfinished or self._finishing:
+        if not self._progress.unfinished or self._finishing:
             return False
         self._finishing = True
         self.jobs.append(self._finish)
@@ -158,10 +158,10 @@ class Pool:
     def _spawn(self) -> None:
         with self._spawn_lock:
             # One more than may run functions: it reads the rings when all others are busy.
-            extra = min(len(self._role.waiting), _MOST_THREADS) if self._relief else 0
+            extra = min(len(self._progress.waiting), _MOST_THREADS) if self._relief else 0
             if self._stopping or len(self.threads) > self._limit + 1 + extra:
                 return
-            number = self._role.new_number()
+            number = self._progress.new_number()
             thread = threading.Thread(target=self._pool, args=(number,), name=f"{self._name}-{number}", daemon=True)
             try:
                 thread.start()
@@ -198,13 +198,15 @@ class Pool:
     @property
     def _full(self) -> bool:
         """Whether no other job may begin."""
-        return len(self.running) >= self._limit and not (self._relief and len(self.running - self._role.waiting) < self._limit)
+        return len(self.running) >= self._limit and not (
+            self._relief and len(self.running - self._progress.waiting) < self._limit
+        )
 
     def _pool(self, number: int) -> None:
         # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
         torch.get_num_threads()
         mine = 8 * number + words.POLLING
-        self._role.here.pool = number
+        self._progress.here.pool = number
         while not self._stopping:
             seen = kernels.load(self._jobs_word)
             self._called = False
@@ -232,7 +234,7 @@ class Pool:
             self.idle.discard(number)
 
     def _poll(self, number: int, mine: int) -> None:
-        role, poller, jobs = self._role, self._role.poller, self.jobs
+        progress, poller, jobs = self._progress, self._progress.poller, self.jobs
         token, table, bell = self._token, self._table, self._bell
         held, running = mine + words.HOLDING, mine + words.RUNNING
         while not self._stopping:
@@ -242,7 +244,7 @@ class Pool:
             if found == kernels.TIMEOUT:
                 continue
             try:
-                role.read(found >> 32, found & 0xFFFFFFFF)
+                progress.read(found >> 32, found & 0xFFFFFFFF)
             except BaseException as error:  # the token is ours: nobody would read any more
                 self._guard.note(error, "reading messages")
             self._want_finish()
@@ -274,7 +276,7 @@ class Pool:
     def _relieve(self) -> None:
         """Let more functions run if all of those that may run wait for other workers, and have for a while."""
         jobs, now = list(self.jobs)[:1], time.monotonic()
-        oldest = jobs[0] if jobs and self._limit > 1 and self._full and self.running <= self._role.waiting else None
+        oldest = jobs[0] if jobs and self._limit > 1 and self._full and self.running <= self._progress.waiting else None
         if oldest is None or oldest is not self._oldest[0]:
             self._oldest = oldest, now
         elif now - self._oldest[1] >= _STUCK_S and not self._relief:
@@ -304,7 +306,7 @@ class Pool:
         Call it after ``stop``, when nothing can be sent or come any more."""
         self._ended = True
         self.jobs.clear()
-        if self._owed or self._role.unfinished:
+        if self._owed or self._progress.unfinished:
             thread = threading.Thread(target=self._run_rest, args=(self.finish,), name=f"{self._name}-end", daemon=True)
             try:
                 thread.start()

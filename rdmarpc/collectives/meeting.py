@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..group.job_secret import INSECURE, USERS, Claim, agree, claim
-from ..group.lives import restarted_by_launcher, runs
+from ..links.group.job_secret import INSECURE, USERS, Claim, agree, claim
+from ..links.group.restarts import restarted_by_launcher, runs
 from ..options import RpcBackendOptions
 from ..transport import Channel, PeerLost, RdmaError, TransferTimeout
 from ..transport.exchange.lane import Lane

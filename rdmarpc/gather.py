@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from .. import constants
-from ..ground import here
-from ..internal import taken_apart
-from ..transport import timeouts
+from . import constants
+from .base import here
+from .internal import taken_apart
+from .transport import timeouts
 
 _Key = tuple[tuple[str, ...], int]
 

@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..ground.here import Awaited
-from ..transport import Poller, RdmaError
-from ..transport.interrupts import interruptible
-from ..transport.peers.ended import nobody
-from ..transport.words import kernels
-from . import words
+from ...base.here import Awaited
+from ...transport import Poller, RdmaError
+from ...transport.interrupts import interruptible
+from ...transport.peers.ended import nobody
+from ...transport.words import kernels
+from . import steps as words
 
 Job = Callable[[], None]
 Read = Callable[[int, int], None]
@@ -48,7 +48,7 @@ class Here(threading.local):
     """The thread's number in the pool, if it is one of the pool's."""
 
 
-class Role:
+class Progress:
     """The polling role of one worker, and the waits of its threads. Thread-safe. Nothing is read before ``read`` is set."""
 
     def __init__(self, poller: Poller) -> None:

@@ -121,7 +121,7 @@ NAMES = """
               for name, module in theirs.items()}
     import rdmarpc
     rdmarpc.install()
-    from rdmarpc.standing_in import differences, modules
+    from rdmarpc.drop_in import differences, modules
     unexplained = []
     for name, keys in listed.items():
         if name not in modules.MEANT:
