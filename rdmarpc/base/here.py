@@ -1,7 +1,6 @@
 """The worker that this process is, and what the rooms below ``calls`` may know of it and of its calls.
 
-A room that needs more of the worker than ``Agent`` says so in a Protocol of its own, and asks through a name of that type:
-``current: Callable[[], Worker] = here.current``. ``calls`` checks that its agent is all of these.
+``current()`` is the whole agent (``calls/agent``), for rooms that need more of it than ``Agent`` has.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -52,10 +52,6 @@ from .caller import Caller
 from .patience import Patience
 from .pending import Future, Outstanding, Pending, timed_out
 from .termination import Termination
-
-if TYPE_CHECKING:
-    from ..gradients import waves
-    from ..references import handle
 
 _CONNECT_TIMEOUT_S = 10.0
 _GOODBYE_S, _PAUSE_S = 5.0, 0.001
@@ -546,8 +542,3 @@ def _seconds(timeout: float) -> float:
 current: Callable[[], Agent] = here.current
 require: Callable[[str], Agent] = here.require
 found: Callable[[], Agent | None] = here.found
-
-if TYPE_CHECKING:
-
-    def _is_all_of_these(agent: Agent) -> tuple[here.Agent, waves.Worker, handle.Worker]:
-        return agent, agent, agent

@@ -1,5 +1,10 @@
 """One exchange after another over the lanes of a group, and what ends them: a lost member, a call that does not fit, a timeout.
 
+Each two members have a lane (``transport/exchange``): slots in memory of the one that the other alone may write, both ways. An
+*exchange* is spans of memory to each of some ranks, and from each of some ranks, where what arrives is copied to its place or
+added up. A call is a number in the group's sequence; number, operation, type and sizes stand in front of every piece, so ranks
+that call different things find out with the first piece.
+
 A group that failed once stays failed: its streams may stand anywhere. Every member is told the reason, so all of them raise
 it."""
 
