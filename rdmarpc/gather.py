@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from . import constants
 from .base import here
@@ -18,19 +18,6 @@ from .internal import taken_apart
 from .transport import timeouts
 
 _Key = tuple[tuple[str, ...], int]
-
-
-class Worker(here.Agent, Protocol):
-    """A member."""
-
-    @property
-    def rpc_timeout(self) -> float: ...
-
-    def worker_names(self) -> list[str]:
-        """All workers, in rank order."""
-
-
-_current: Callable[[], Worker] = here.current
 
 
 class Meeting:
@@ -41,64 +28,34 @@ class Meeting:
         self.proceed_signal = threading.Event()
 
 
-class Meetings:
-    """The meetings of one agent. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._held: dict[_Key, Meeting] = {}
-        self._counts: Counter[tuple[str, ...]] = Counter()
-        self._lock = threading.Lock()
-
-    def next_key(self, names: tuple[str, ...]) -> _Key:
-        with self._lock:
-            self._counts[names] += 1
-            return names, self._counts[names]
-
-    def meeting(self, key: _Key) -> Meeting:
-        """The meeting of a key. The first that needs it makes it: a member here, or the news of another one."""
-        with self._lock:
-            return self._held.setdefault(key, Meeting())
-
-    def bring(self, key: _Key, name: str, value: Any) -> None:
-        meeting = self.meeting(key)
-        with self._lock:
-            meeting.gathered_objects[name] = value
-            complete = len(meeting.gathered_objects) == len(key[0])
-        if complete:
-            meeting.proceed_signal.set()
-
-    def hand_out(self, key: _Key, objects: dict[str, Any]) -> None:
-        meeting = self.meeting(key)
-        meeting.gathered_objects = objects
-        meeting.proceed_signal.set()
-
-    def end(self, key: _Key) -> None:
-        with self._lock:
-            self._held.pop(key, None)
+_held: weakref.WeakKeyDictionary[Any, dict[_Key, Meeting]] = weakref.WeakKeyDictionary()
+"""The meetings of each agent that are not over."""
+_met: weakref.WeakKeyDictionary[Any, Counter[tuple[str, ...]]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
-_held: weakref.WeakKeyDictionary[Worker, Meetings] = weakref.WeakKeyDictionary()
-
-
-def _meetings(agent: Worker) -> Meetings:
-    return _held.setdefault(agent, Meetings())
+def _meeting(agent: Any, key: _Key) -> Meeting:
+    """The meeting of a key. The first that needs it makes it: a member here, or the news of another one."""
+    with _lock:
+        return _held.setdefault(agent, {}).setdefault(key, Meeting())
 
 
 def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: float = constants.UNSET_RPC_TIMEOUT) -> Any:
     """``{name: value}`` of all workers, or of ``worker_names`` if there are any: each has to call. ``timeout`` in seconds
     limits the wait for the others and each message; unset: only messages, by the default; 0: nothing. Raises
     ``RuntimeError``."""
-    agent = _current()
+    agent = here.current()
     names = tuple(sorted(set(worker_names or ()) or set(agent.worker_names())))
     unset = timeout == constants.UNSET_RPC_TIMEOUT
     limit = agent.rpc_timeout if unset else timeouts.limit(timeout, "the timeout of _all_gather")
-    meetings = _meetings(agent)
-    key = meetings.next_key(names)
-    meeting = meetings.meeting(key)
-    leader = names[0]
+    with _lock:
+        met = _met.setdefault(agent, Counter())
+        met[names] += 1
+        key = names, met[names]
+    meeting, leader = _meeting(agent, key), names[0]
     try:
         if agent.name == leader:
-            meetings.bring(key, agent.name, value)
+            _bring(key, agent.name, value)
         else:
             agent.call(agent.resolve(leader), *taken_apart(_bring, (key, agent.name, value), None), limit)
         if not meeting.proceed_signal.wait(None if unset or not limit else limit):
@@ -108,10 +65,11 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
             _hand_out_all(agent, key, meeting, limit)
         return meeting.gathered_objects
     finally:
-        meetings.end(key)
+        with _lock:
+            _held[agent].pop(key, None)
 
 
-def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> None:
+def _hand_out_all(agent: Any, key: _Key, meeting: Meeting, limit: float) -> None:
     sent = {
         name: agent.call_async(agent.resolve(name), *taken_apart(_hand_out, (key, meeting.gathered_objects), None), limit)
         for name in key[0][1:]
@@ -135,8 +93,15 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 
 def _bring(key: _Key, name: str, value: Any) -> None:
-    _meetings(_current()).bring(key, name, value)
+    meeting = _meeting(here.current(), key)
+    with _lock:
+        meeting.gathered_objects[name] = value
+        complete = len(meeting.gathered_objects) == len(key[0])
+    if complete:
+        meeting.proceed_signal.set()
 
 
 def _hand_out(key: _Key, objects: dict[str, Any]) -> None:
-    _meetings(_current()).hand_out(key, objects)
+    meeting = _meeting(here.current(), key)
+    meeting.gathered_objects = objects
+    meeting.proceed_signal.set()

@@ -12,7 +12,7 @@ ROUNDS = 2
 """Layers a worker: all in one stage, or each a stage of its own."""
 
 
-_library = torch.library.Library("rdmarpc_experiments", "DEF")
+_library = torch.library.Library("rdmarpc", "FRAGMENT")  # operators that workers run
 _library.define("asleep(Tensor x, float seconds) -> Tensor")
 
 
@@ -31,11 +31,11 @@ class Asleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_s = backward
-        return torch.ops.rdmarpc_experiments.asleep(x, forward)
+        return torch.ops.rdmarpc.asleep(x, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.rdmarpc_experiments.asleep(grads[0], ctx.backward_s), None, None
+        return torch.ops.rdmarpc.asleep(grads[0], ctx.backward_s), None, None
 
 
 class Layer(nn.Module):

@@ -22,7 +22,7 @@ from ..base.worker_info import WorkerInfo
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..links import exits, holding
+from ..links import exits, reads
 from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
@@ -127,7 +127,7 @@ class Agent:
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        resume = partial(holding.resume, self.callee)
+        resume = partial(reads.resume, self.callee)
         self.reading = Reading(self.links, self.losses, self.progress, self.device.name, resume, _takes(self))
         self.progress.read = self.reading.read
         self.pool.start()
@@ -246,7 +246,8 @@ class Agent:
         rref: int = 0,
         fork: int = 0,
     ) -> Pending:
-        """See ``here.Agent``. ``rref``, ``fork``: of a value that the call creates."""
+        """Send a call. ``timeout`` in seconds: -1 = the default, 0 = none; ``flags``: see ``links/frames``. ``rref``, ``fork``:
+        of a value that the call creates. Raises what pickling raises; all other errors are the answer's."""
         if not callable(function):
             raise TypeError("function should be callable.")
         if not flags & CONTROL and (tracing() or dispatch_modes()):
@@ -346,7 +347,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.pool.submit(partial(holding.resume, self.callee, link))
+                self.pool.submit(partial(reads.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
@@ -540,5 +541,5 @@ def _seconds(timeout: float) -> float:
 
 # Typed for the rooms above, which may know all of the agent.
 current: Callable[[], Agent] = here.current
-require: Callable[[str], Agent] = here.require
+require: Callable[[str], Agent] = here.current
 found: Callable[[], Agent | None] = here.found

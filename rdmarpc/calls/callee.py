@@ -20,9 +20,7 @@ from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.record import unbound
-from ..links import bulks, holding
-from ..links.bulks import Kept
-from ..links.fetches import AWAY, Fetch
+from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -47,6 +45,7 @@ from ..links.frames import (
 from ..links.polling.pool import Pool
 from ..links.post import Post
 from ..links.promises import Promises
+from ..links.reads import AWAY, Fetch, Kept
 from ..links.ring import MAX_BODY, Link
 from ..message import permits, serialize
 from ..message.layout import travels
@@ -147,7 +146,7 @@ class Callee:
         kept = self._sources.pop((link, call), None)
         if kept is not None:
             kept.end()
-            holding.resume(self, link)
+            reads.resume(self, link)
 
     def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
         """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
@@ -186,7 +185,7 @@ class Callee:
         link, flags = answering.link, answering.frame.flags
         first = answering.request is None and answering.references is None
         if first and (link.crowded or link.held.any or (flags & AWAY and link.channel.reads_take_peer)):
-            holding.hold(self, link, answering.frame)
+            reads.hold(self, link, answering.frame)
             return
         thread, observer, streams = get_ident(), self.post.observer, gpu_streams.current
         self.running[thread] = answering
@@ -223,7 +222,7 @@ class Callee:
         confirmed."""
         link, frame, request = answering.link, answering.frame, answering.request
         if frame.flags & BULK:
-            whole = bulks.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
+            whole = reads.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
             frame = answering.frame = whole._replace(flags=frame.flags & ~BULK)
             if frame.flags & REMOTE:
                 answering.rref = created(frame)[0]

@@ -25,8 +25,7 @@ import torch
 from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
-from ..links import bulks
-from ..links.fetches import AWAY, Fetch
+from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -52,6 +51,7 @@ from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
 from ..links.post import Post, tell
+from ..links.reads import AWAY, Fetch
 from ..links.ring import Link, Room
 from ..message import script, serialize
 from ..message.layout import travels
@@ -176,7 +176,7 @@ class Caller:
         """The number of grants with landing places that fit no call of ours."""
         self._distrust = distrust
         self._calls = itertools.count(1)
-        pool.finish = self._finish_all
+        progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
         self._ticking = self.timeouts.ticking
 
@@ -512,7 +512,7 @@ class Caller:
         """The frame with its whole body, which had to be READ because it did not fit the frame."""
         try:
             if fetch is None:
-                return bulks.fetch(frame, self.post.memory, pending.link, _deadline(pending))
+                return reads.fetch(frame, self.post.memory, pending.link, _deadline(pending))
             return fetch.whole(self.post.memory)
         except BaseException:
             tell(pending.link, RELEASE, pending.call)

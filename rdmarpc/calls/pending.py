@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..base import streams
 from ..base.futures import Awaitable, fail
-from ..links.fetches import Fetch
 from ..links.frames import Frame
 from ..links.grants import Signature
 from ..links.polling.modes import check_real, dispatch_modes, tracing
+from ..links.reads import Fetch
 from ..links.ring import Link
 from ..message.tensors import Landing
 from ..transport import TransferTimeout, bare

@@ -15,7 +15,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from ..options import RpcBackendOptions
 from ..transport import Channel, PeerLost, RdmaError, TransferTimeout
 from ..transport.exchange.lane import Lane
 from ..transport.exchange.streams import Streams, streams
+from ..transport.peers.ended import nobody
 from . import domain as domains
 from .domain import Domain
 from .signature import Mismatch
@@ -68,20 +68,6 @@ def _naming_its_end() -> Iterator[None]:
         raise PeerLost("the group's store ended before every rank had joined", hint=str(error).partition("\n")[0]) from None
 
 
-@dataclass(frozen=True)
-class Member:
-    token: str
-    address: bytes
-
-    def dump(self) -> str:
-        return json.dumps([self.token, self.address.decode()])
-
-    @staticmethod
-    def load(text: bytes) -> Member:
-        token, address = json.loads(text)
-        return Member(token, address.encode())
-
-
 def named(ranks: Sequence[int]) -> str:
     """Ranks, for people: 0-3, 8."""
     parts: list[str] = []
@@ -120,6 +106,11 @@ class Meeting:
     def all(self, kind: str, mine: str) -> list[bytes]:
         """What every member tells as ``kind``, in rank order. Raises ``TransferTimeout`` that names who is missing."""
         self._tell(f"{kind}/{self.rank}", mine)
+        # When ranks tell the last, others may take their claims back.
+        return self._all_told(kind, nobody if kind == _LAST else self._look_at_claims)
+
+    def _all_told(self, kind: str, meanwhile: Callable[[], None]) -> list[bytes]:
+        """As ``all``, for what this rank has told already. ``meanwhile`` is called at each look that finds some missing."""
         keys = [f"{kind}/{rank}" for rank in range(self.size)]
         found: list[bytes] = []
 
@@ -128,11 +119,10 @@ class Meeting:
                 found.extend(bytes(self._store.get(key)) for key in keys)
             else:
                 self._look(keys)
-                if kind != _LAST:  # then others may take their claims back
-                    self._look_at_claims()
+                meanwhile()
             return bool(found)
 
-        self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
+        self._until(told, keys)
         return found
 
     def _tell(self, key: str, text: str) -> None:
@@ -152,13 +142,12 @@ class Meeting:
         if channel is not None:
             error = channel.error
             return None if error is None else PeerLost(f"{text}: {error.message}", peer=channel.peer)
-        if not self._claims or not self._has_ended(self._claims[place]):
+        if not self._claims or restarted_by_launcher():
             return None
-        return PeerLost(f"{text}: process {self._claims[place].pid} has ended", hint="its own output may say why")
-
-    def _has_ended(self, claim: Claim) -> bool:
-        mine = self._mine
-        return claim.rank != self.rank and not restarted_by_launcher() and runs(claim, mine) is False
+        claim = self._claims[place]
+        if claim.rank == self.rank or runs(claim, self._mine) is not False:
+            return None
+        return PeerLost(f"{text}: process {claim.pid} has ended", hint="its own output may say why")
 
     def _check_member(self, place: int) -> None:
         """Raise if a rank has told that it could not join, or this one was lost."""
@@ -167,13 +156,15 @@ class Meeting:
         if (lost := self._loss(place)) is not None:
             raise lost
 
-    def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
+    def _until(self, ready: Callable[[], bool], keys: Sequence[str]) -> None:
+        """``keys``: what the ranks, in their order, have to tell for that."""
         deadline, pause = time.monotonic() + self.timeout, _LOOK_S
         with _naming_its_end():
             while not ready():
                 self.check()
                 if time.monotonic() > deadline:
-                    raise TransferTimeout(f"no sign of {', '.join(missing())} within {self.timeout:g} s")
+                    missing = [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])]
+                    raise TransferTimeout(f"no sign of {', '.join(missing)} within {self.timeout:g} s")
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK_S)
 
@@ -214,21 +205,16 @@ class Meeting:
         """Wait until every rank is claimed. What is told from now on is for these processes. Raises ``Mismatch`` for ranks that
         make another group, or another process with our rank."""
         self._store, self.channels = self._base, dict(self._known)
-        keys = [f"claim/{rank}" for rank in range(self.size)]
 
-        def told() -> bool:
-            held = bytes(self._store.get(keys[self.rank])).decode()
-            if held != self._text:
+        def check_mine(held: bytes) -> None:
+            if held.decode() != self._text:
                 pids = f"{self._mine.pid} and {Claim.load(json.loads(held)[0]).pid}"
                 raise Mismatch(f"two processes joined the group as rank {self._ranks[self.rank]}: {pids}")
-            if not self._store.check(keys):
-                self._look(keys)
-                return False
-            self._texts = [bytes(self._store.get(key)).decode() for key in keys]
-            self._claims = [Claim.load(json.loads(text)[0]) for text in self._texts]
-            return True
 
-        self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
+        found = self._all_told("claim", lambda: check_mine(bytes(self._store.get(f"claim/{self.rank}"))))
+        check_mine(found[self.rank])
+        self._texts = [text.decode() for text in found]
+        self._claims = [Claim.load(json.loads(text)[0]) for text in self._texts]
         mine, ours = self._ranks[self.rank], named(self._ranks)
         for text in self._texts:
             if (theirs := json.loads(text)[1]) != ours:
@@ -253,7 +239,7 @@ class Meeting:
         if agreed == INSECURE:
             if self.rank == 0:
                 self._tell("secret", secrets.token_hex(32))
-            self._until(lambda: self._store.check(["secret"]), lambda: [f"rank {self._ranks[0]}"])
+            self._until(lambda: self._store.check(["secret"]), ["secret"])
             secret = bytes(self._store.get("secret"))
         kind = self.options.transport
         if kind == "auto" and len({each.host for each in self._claims}) == 1:
@@ -271,14 +257,15 @@ class Meeting:
 
     def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
         """``kinds`` lanes to every other member, open: for collectives, and for pairs."""
-        members = [Member.load(text) for text in self.all("member", Member(domain.token, domain.device.address).dump())]
+        mine = json.dumps([domain.token, domain.device.address.decode()])
         made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
-        for rank, member in enumerate(members):
+        for rank, text in enumerate(self.all("member", mine)):
             if rank == self.rank:
                 continue
+            token, address = json.loads(text)
             check = partial(self._check_member, rank)
             called = f"rank {self._ranks[rank]}"
-            channel = self.channels[rank] = domain.channel(member.token, member.address, called, self.timeout, check)
+            channel = self.channels[rank] = domain.channel(token, address.encode(), called, self.timeout, check)
             for kind, lanes in enumerate(made):
                 lanes[rank] = Lane(domain.device, channel, *self._sizes(kind), domain.bell, domain.take_numbers(channel))
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
@@ -297,40 +284,6 @@ class Meeting:
                 store = self._base if key.startswith("claim/") else self._store
                 if not key.startswith(_LAST):
                     store.delete_key(key)
-
-
-def look(lanes: Mapping[int, Lane], ranks: Sequence[int], gone: Callable[[], PeerLost | None], during: str = "") -> None:
-    """Raise that a member was lost, or what it says went wrong; then what ``gone`` gives, if a member has left that is needed.
-    A member may leave because another was lost, and be the first to know: so a leaving is looked at twice."""
-    _check(lanes, ranks, during)
-    if gone() is not None:
-        time.sleep(_GRACE_S)
-        _check(lanes, ranks, during)
-        if (error := gone()) is not None:
-            raise error
-
-
-def _check(lanes: Mapping[int, Lane], ranks: Sequence[int], during: str) -> None:
-    for rank, lane in lanes.items():
-        notice, lost = lane.notice(), lane.channel.error
-        if notice.startswith(ERROR):
-            kind, _, text = notice[1:].partition(":")
-            raise next((each for each in RdmaError.__subclasses__() if each.__name__ == kind), RdmaError)(text)
-        if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
-            raise PeerLost(f"rank {ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
-
-
-def cause(error: BaseException, lanes: Mapping[int, Lane], ranks: Sequence[int], during: str = "") -> BaseException:
-    """What to raise for an error of the use of a channel: if that had ended, what its member had told before, or that another
-    one was lost. As ``look``, which looks twice."""
-    if isinstance(error, PeerLost):
-        for pause in (0.0, _GRACE_S):
-            time.sleep(pause)
-            try:
-                _check(lanes, ranks, during)
-            except RdmaError as found:
-                return found
-    return error
 
 
 def _channels(job: Any) -> dict[int, Channel]:
@@ -398,6 +351,37 @@ class Ranks:
         except _Changed:
             return False
         return True
+
+    def look(self, gone: Callable[[], PeerLost | None], during: str = "") -> None:
+        """Raise that a member was lost, or what it says went wrong; then what ``gone`` gives, if a member has left that is
+        needed. A member may leave because another was lost, and be the first to know: so a leaving is looked at twice."""
+        self._check(during)
+        if gone() is not None:
+            time.sleep(_GRACE_S)
+            self._check(during)
+            if (error := gone()) is not None:
+                raise error
+
+    def _check(self, during: str) -> None:
+        for rank, lane in self.lanes[0].items():
+            notice, lost = lane.notice(), lane.channel.error
+            if notice.startswith(ERROR):
+                kind, _, text = notice[1:].partition(":")
+                raise next((each for each in RdmaError.__subclasses__() if each.__name__ == kind), RdmaError)(text)
+            if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
+                raise PeerLost(f"rank {self.ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
+
+    def cause(self, error: BaseException, during: str = "") -> BaseException:
+        """What to raise for an error of the use of a channel: if that had ended, what its member had told before, or that
+        another one was lost. As ``look``, which looks twice."""
+        if isinstance(error, PeerLost):
+            for pause in (0.0, _GRACE_S):
+                time.sleep(pause)
+                try:
+                    self._check(during)
+                except RdmaError as found:
+                    return found
+        return error
 
     def tell(self, text: str) -> None:
         """Leave a notice at every member that is there. The last one counts."""

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..transport import NotSupported
@@ -79,19 +80,13 @@ class Order:
 
 
 class Orders:
-    """One for each of the last 1024 keys. Used by one thread at a time."""
+    """One for each of the 1024 keys that were used last. Used by one thread at a time."""
 
     def __init__(self, told: Callable[[Any], str]) -> None:
         """``told``: what people call the calls of a key."""
-        self._told = told
-        self._by_key: dict[Hashable, tuple[Order, str]] = {}
+        self._order = lru_cache(_KEYS)(lambda key: (Order(), told(key)))
 
     def add(self, key: Hashable) -> None:
         """As ``Order.add``."""
-        found = self._by_key.get(key)
-        if found is None:
-            if len(self._by_key) >= _KEYS:
-                del self._by_key[next(iter(self._by_key))]
-            found = self._by_key[key] = Order(), self._told(key)
-        order, what = found
+        order, what = self._order(key)
         order.add(what)

@@ -59,13 +59,9 @@ class Signature(NamedTuple):
     sum: str = ""
     root: int = -1
 
-    @property
-    def code(self) -> int:
-        kind = _NONE if self.dtype is None else _NUMBERS[self.dtype]
-        return OPERATIONS.index(self.operation) | SUMS.index(self.sum) << 8 | kind << 16 | (self.root + 1) << 24
-
     @staticmethod
     def of(code: int, count: int) -> Signature:
+        """That of which ``code_of`` made this code."""
         kind = code >> 16 & 0xFF
         operation, total = code & 0xFF, code >> 8 & 0xFF
         if operation >= len(OPERATIONS) or total >= len(SUMS):
@@ -86,5 +82,7 @@ class Signature(NamedTuple):
 
 @lru_cache(1024)
 def code_of(signature: Signature) -> int:
-    """As ``Signature.code``, remembered."""
-    return signature.code
+    """The first of the two words."""
+    kind = _NONE if signature.dtype is None else _NUMBERS[signature.dtype]
+    operation, total = OPERATIONS.index(signature.operation), SUMS.index(signature.sum)
+    return operation | total << 8 | kind << 16 | (signature.root + 1) << 24

@@ -56,19 +56,15 @@ def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
     return lost
 
 
-class Losses:
-    """Deals with connections that end. Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all
-    that came over it was read. It returns the memory that the peer may still touch if it stopped in the middle of a copy."""
+Ended = Callable[[Link, RdmaError], list[Any]]
+"""Is called once for each link that ended, when all that came over it was read. It returns the memory that the peer may still
+touch if it stopped in the middle of a copy."""
 
-    def __init__(
-        self,
-        device: Device,
-        progress: Progress,
-        group: Group,
-        pool: Pool,
-        links: Links,
-        ended: Callable[[Link, RdmaError], list[Any]],
-    ) -> None:
+
+class Losses:
+    """Deals with connections that end. Thread-safe."""
+
+    def __init__(self, device: Device, progress: Progress, group: Group, pool: Pool, links: Links, ended: Ended) -> None:
         self._device, self._progress, self._group, self._pool = device, progress, group, pool
         self._links, self._ended = links, ended
         self.kept: list[tuple[Channel, list[Any]]] = []
@@ -90,7 +86,7 @@ class Losses:
     def refuse(self, link: Link, error: RdmaError) -> None:
         """End a link whose data cannot be trusted (holder of the polling role)."""
         self._links.forget_row(link)
-        self._apart(partial(self.cut_off, link, error))
+        self.distrust(link, error)
 
     def distrust(self, link: Link, error: RdmaError) -> None:
         """As ``refuse``, from any thread."""
@@ -175,8 +171,4 @@ class Losses:
 
     def close(self) -> None:
         """At the end of this worker, forget all callbacks."""
-        self._ended, self.at_once = _nothing_touched, nobody
-
-
-def _nothing_touched(link: Link, error: RdmaError) -> list[Any]:
-    return []
+        self._ended, self.at_once = lambda link, error: [], nobody

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from ..transport import Poller, RdmaError
+from ..transport.peers.ended import nobody
 from ..transport.peers.guard import Guard, broken_by
 from .frames import GOODBYE, WRAP, Frame, NotTheirs
 from .losses import Losses
@@ -21,10 +22,6 @@ Handler = Callable[[Link, Frame], None]
 def _goodbye(link: Link, frame: Frame) -> None:
     raised, words = frame.body[: frame.function], frame.body[frame.function :]
     link.goodbye = raised.decode(errors="replace"), words.decode(errors="replace")
-
-
-def _nobodys(link: Link, frame: Frame) -> None:
-    """Drop a frame. The handler of the kinds that ``Link.read`` handles itself, and of all kinds after ``Reading.close``."""
 
 
 class Reading:
@@ -43,7 +40,7 @@ class Reading:
         """``takes``: the handlers, by kind of frame."""
         self._links, self._losses, self._rows, self._completed = links, losses, links.rows, progress.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
-        self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
+        self.handlers: list[Handler] = [nobody] * (WRAP + 1)
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():
             self.handlers[kind] = handler
 
@@ -89,4 +86,4 @@ class Reading:
 
     def close(self) -> None:
         """Drop all frames that are read from now on."""
-        self.handlers = [_nobodys] * (WRAP + 1)
+        self.handlers = [nobody] * (WRAP + 1)

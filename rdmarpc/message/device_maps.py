@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -128,18 +129,13 @@ class Targets:
 
     def __init__(self, me: str, maps: Mapping[str, DeviceMap], find_plan: Callable[[int], tuple[str, str]]) -> None:
         self._me, self._maps, self._find_plan = me, maps, find_plan
-        self._known: dict[tuple[int, torch.device, bool], torch.device] = {}
+        self.find: Callable[[int, torch.device, bool], torch.device] = cache(self._find)
+        """``_find``, which is asked once: the plan of a worker does not change."""
 
-    def find(self, worker: int, device: torch.device, reply: bool) -> torch.device:
+    def _find(self, worker: int, device: torch.device, reply: bool) -> torch.device:
         """The device at ``worker`` for a tensor on ``device`` of a request or (``reply``) an answer. An answer uses the
         worker's own map for us in the other direction, and so does a gradient, if we have no map for the worker.
         ``RuntimeError`` if there is no such device."""
-        found = self._known.get((worker, device, reply))
-        if found is None:
-            found = self._known[worker, device, reply] = self._find(worker, device, reply)
-        return found
-
-    def _find(self, worker: int, device: torch.device, reply: bool) -> torch.device:
         name, text = self._find_plan(worker)
         plan = Plan.load(text)
         mine = self._maps.get(name, {})

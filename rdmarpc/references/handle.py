@@ -44,7 +44,7 @@ class RRef(Generic[T]):
     _type: type | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        agent = here.require(_NO_AGENT)
+        agent = here.current(_NO_AGENT)
         if agent.garbage:
             agent.rrefs.collect()
         self._agent, self._fork = agent, agent.rrefs.own(value)

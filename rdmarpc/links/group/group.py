@@ -63,23 +63,20 @@ class Group:
         if self._meeting is None:
             assert self._registry is not None
             return self._registry.begin(options), options.transport
-        secret, hosts = self._begin_static(self._meeting, options)
+        while True:
+            try:
+                secret, hosts = self._meeting.begin(self.me.name, options)
+                break
+            except PeerLost:
+                if not self._meeting.too_early:
+                    raise
+            # We began again at once, and found the store of the life before, which rank 0 ends only then.
+            self._store, _, self._meeting = self._open()
+            assert self._meeting is not None
         if len(hosts) > 1 and self.me.id == 0 and urlparse(options.init_method).scheme == "file":
             logging.getLogger("rdmarpc").warning(_IN_A_FILE, len(hosts), options.init_method)
         alone = options.transport == "auto" and len(hosts) == 1
         return secret, "shm" if alone else options.transport
-
-    def _begin_static(self, meeting: Rendezvous, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
-        """A worker that begins again at once may find the store of the life before, which rank 0 ends only then."""
-        while True:
-            try:
-                return meeting.begin(self.me.name, options)
-            except PeerLost:
-                if not meeting.too_early:
-                    raise
-            self._store, _, found = self._open()
-            assert found is not None
-            self._meeting = meeting = found
 
     def join(self, address: str, key: str, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
         """Enter as a worker that is reached at ``address`` and holds ``key``; sets ``workers`` and ``number``.
@@ -156,23 +153,17 @@ class Group:
         """The worker that a name, rank or ``WorkerInfo`` means."""
         if isinstance(to, WorkerInfo):
             to = to.name
-        if isinstance(to, str):
-            found = self.workers.by_name.get(to)
-            if found is None or found.number in self.lost:
+        by_name = isinstance(to, str)
+        if not by_name and type(to) not in (int, bool):
+            raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        for again in (True, False):
+            found = self.workers.by_name.get(to) if by_name else self.workers.get(to)
+            if found is not None and not (again and found.number in self.lost):
+                return found
+            if again:
                 self.refresh()
-                found = self.workers.by_name.get(to)
-            if found is None:
-                raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination name {to}")
-            return found
-        if type(to) in (int, bool):
-            found = self.workers.get(to)
-            if found is None or found.number in self.lost:
-                self.refresh()
-                found = self.workers.get(to)
-            if found is None:
-                raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination id {to}")
-            return found
-        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        kind = "name" if by_name else "id"
+        raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination {kind} {to}")
 
     # -- the end
 

@@ -15,12 +15,9 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+from ...options import RpcBackendOptions
 from ...transport import AuthenticationError, check_secret, host_id, read_private, user_secret
-
-if TYPE_CHECKING:
-    from ...options import RpcBackendOptions
 
 CHOSEN, USERS, INSECURE = "chosen", "users", "insecure"
 HOW = (
@@ -39,7 +36,10 @@ def chosen_secret(options: RpcBackendOptions) -> bytes:
     elif text := os.environ.get("RDMARPC_SECRET"):
         found, where = text.encode(), "RDMARPC_SECRET"
     elif path:
-        found, where = _read(path), "RDMARPC_SECRET_FILE"
+        try:
+            found, where = read_private(path), "RDMARPC_SECRET_FILE"
+        except FileNotFoundError:
+            raise AuthenticationError(f"RDMARPC_SECRET_FILE: there is no file {path}") from None
     else:
         return b""
     try:
@@ -47,13 +47,6 @@ def chosen_secret(options: RpcBackendOptions) -> bytes:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return found
-
-
-def _read(path: str) -> bytes:
-    try:
-        return read_private(path)
-    except FileNotFoundError:
-        raise AuthenticationError(f"RDMARPC_SECRET_FILE: there is no file {path}") from None
 
 
 def is_insecure(options: RpcBackendOptions) -> bool:

@@ -15,17 +15,14 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ...options import RpcBackendOptions
 from ...transport import NotSupported, TransferTimeout, user_secret
 from .job_secret import chosen_secret, is_insecure
 from .members import Record, record_key
 from .rendezvous import FOR_EVER_S, wrong_secret
-
-if TYPE_CHECKING:
-    from ...options import RpcBackendOptions
 
 _PREFIX = "rdmarpc/dynamic"
 _MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references
@@ -45,7 +42,7 @@ class Registry:
         ``chosen_secret`` and ``user_secret``."""
         secret = chosen_secret(options)
         if not secret and is_insecure(options):
-            secret = self._agree("secret", secrets.token_hex(32)).encode()
+            secret = bytes(self._store.compare_set("secret", "", secrets.token_hex(32)))
         self._key = record_key(secret or user_secret()[0], _PREFIX)
         return secret
 
@@ -91,9 +88,6 @@ class Registry:
             rest = [record for record, _ in there if record != gone]
             if len(rest) == len(there) or self._swap(text, joins, rest):
                 return
-
-    def _agree(self, key: str, mine: str) -> str:
-        return bytes(self._store.compare_set(key, "", mine)).decode()
 
     def _load(self) -> tuple[str, int, list[tuple[Record, str]]]:
         """The document's text, how many workers have joined so far, and the records with their proofs."""

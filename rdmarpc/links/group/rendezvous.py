@@ -16,19 +16,16 @@ import socket
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from ...options import RpcBackendOptions
 from ...transport import AuthenticationError, PeerLost, TransferTimeout
 from . import slurm
 from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
 from .members import Record, record_key, refuse_twins
 from .restarts import Restarts, restarted_by_launcher, runs
-
-if TYPE_CHECKING:
-    from ...options import RpcBackendOptions
 
 _met: dict[bytes, int] = {}
 """How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
@@ -173,7 +170,10 @@ class Rendezvous:
         claims = [Claim.load(text) for text in self._all("host")]
         agreed = agree(claims)
         if agreed == INSECURE:
-            secret = self._drawn()
+            if self.rank == 0:  # it draws one, which everybody who reaches the store can read there
+                self._first("secret", secrets.token_hex(32))
+            self._wait([("secret", "rank 0 (it draws the job secret)")])
+            secret = bytes(self._store.get("secret"))
         self._key = record_key(secret, self._prefix)
         return b"" if agreed == USERS else secret, {each.host for each in claims}
 
@@ -194,13 +194,6 @@ class Rendezvous:
             records.append(record)
         refuse_twins(records)
         return records
-
-    def _drawn(self) -> bytes:
-        """The secret that rank 0 draws and puts into the store, where everybody who reaches the store can read it."""
-        if self.rank == 0:
-            self._first("secret", secrets.token_hex(32))
-        self._wait([("secret", "rank 0 (it draws the job secret)")])
-        return bytes(self._store.get("secret"))
 
     def _first(self, key: str, mine: str) -> bytes:
         """Publish a value, unless another worker has. Returns the value that is published now."""

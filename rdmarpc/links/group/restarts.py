@@ -52,7 +52,8 @@ class Restarts:
         held = there.get(str(self._mine.rank))
         if held != self._mine.dump():
             if held is not None:
-                self._refuse_twin(Claim.load(held))
+                if runs(first := Claim.load(held), self._mine):
+                    raise RuntimeError(f"rank {first.rank} is taken by {first.name} (process {first.pid})")
                 number, there = number + 1, {}
             there[str(self._mine.rank)] = self._mine.dump()
             self._store.compare_set(_KEY, text, json.dumps([number, there]))
@@ -68,7 +69,3 @@ class Restarts:
             return True
         self.missing = [f"rank {rank}" for rank, key in enumerate(said) if not self._store.check([key])]
         return False
-
-    def _refuse_twin(self, first: Claim) -> None:
-        if runs(first, self._mine):
-            raise RuntimeError(f"rank {first.rank} is taken by {first.name} (process {first.pid})")

@@ -1,7 +1,7 @@
 """The threads that run functions and jobs, without handing work from thread to thread.
 
-A waiter that holds the polling role (``role``) leaves the requests that it finds to the pool. One thread of the pool gets them
-all; the watchdog calls another if that one takes none for a tick.
+A waiter that holds the polling role (``progress``) leaves the requests that it finds to the pool. One thread of the pool gets
+them all; the watchdog calls another if that one takes none for a tick.
 
 When nobody waits, a thread of the pool has the role. What it reads it runs itself, at once, on the same thread. While a
 function runs, a waiter may take the role away, and the watchdog does so after a tick (``_TICK_NS``), so that a function that
@@ -27,7 +27,7 @@ import torch
 from ...transport.peers.ended import nobody
 from ...transport.peers.guard import Guard
 from ...transport.words import kernels
-from . import steps as words
+from . import steps
 from .modes import clear, left
 from .progress import Job, Progress
 
@@ -49,14 +49,8 @@ class Pool:
         self._owed: deque[Job] = deque()
         """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
         self._ended = False
-        self.finish: Job = nobody
-        """Completes the futures of the answers in ``Role.unfinished``. The pool calls it for answers that no thread has come
-        for after a while: most are taken a moment later, by a thread that is awake anyway."""
-        self._finishing = False
-        of = progress.words
-        self._token, self._jobs_word, self._events = of.token, of.jobs, of.events
-        self._runs, self._asleep, self._backlog = of.runs, of.asleep, of.backlog
-        self._bell, self._table, self._port = of.bell, of.table, of.port
+        self._words = progress.words
+        self._token, self._bell = self._words.token, self._words.bell
         self.running: set[int] = set()
         """The numbers of the threads that run a function; ``idle`` has those of threads without work."""
         self.idle: set[int] = set()
@@ -75,7 +69,7 @@ class Pool:
         self._relief = False
         self._oldest: tuple[Job | None, float] = None, 0.0
         """The job that waited first at the watchdog's last looks, and since when (s) it has been that one."""
-        progress.offer, progress.want_finish = self._offer, self._want_finish
+        progress.offer = self._offer
 
     def start(self) -> None:
         """Start the threads. From now on they read the rings."""
@@ -130,30 +124,18 @@ class Pool:
         """Announce that there are jobs: a free thread looks for them."""
         if not self.idle:
             self._spawn()
-        words.call_out(self._jobs_word, self._bell)
-
-    def _want_finish(self) -> bool:
-        """Leave the answers in ``Role.unfinished`` to the pool, as one job. Returns whether that job is new."""
-        if not self._progress.unfinished or self._finishing:
-            return False
-        self._finishing = True
-        self.jobs.append(self._finish)
-        return True
-
-    def _finish(self) -> None:
-        self._finishing = False
-        self.finish()
+        steps.call_out(self._words.jobs, self._bell)
 
     def _offer(self) -> None:
         """Tell the pool that the poller has appended jobs. A thread that is at work takes them when it can: waking another one
         for each job would cost more than most functions take. The watchdog wakes another one if that thread is stuck."""
         if self._called or self._at_work:
-            words.leave_to_watchdog(self._backlog, self._asleep)
+            steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
             return
         self._called = True
         if not self.idle:
             self._spawn()
-        words.call_one(self._jobs_word, self._bell)
+        steps.call_one(self._words.jobs, self._bell)
 
     def _spawn(self) -> None:
         with self._spawn_lock:
@@ -205,40 +187,41 @@ class Pool:
     def _pool(self, number: int) -> None:
         # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
         torch.get_num_threads()
-        mine = 8 * number + words.POLLING
+        mine = 8 * number + steps.POLLING
         self._progress.here.pool = number
         while not self._stopping:
-            seen = kernels.load(self._jobs_word)
+            seen = kernels.load(self._words.jobs)
             self._called = False
             self._at_work.add(number)
-            self._want_finish()
+            self._progress.want_finish()
             while self.jobs:
                 if not self._stands_by:
                     # Somebody has to look after the rings, and the next job, should this one block.
-                    words.leave_to_watchdog(self._backlog, self._asleep)
-                words.show(self._runs, self._asleep)
+                    steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
+                steps.show(self._words.runs, self._words.asleep)
                 if not self._run_one(number):
                     break
             self._at_work.discard(number)
-            if words.take(self._token, mine, self._bell):
+            if steps.take(self._token, mine, self._bell):
                 self._poll(number, mine)
                 continue
             self.idle.add(number)
             with self._spawn_lock:
                 self._stands_by = self._stands_by or number
             if self._stands_by == number:
-                words.stand_by(self._token, self._bell, self._jobs_word, seen, _SECOND_NS)
+                steps.stand_by(self._token, self._bell, self._words.jobs, seen, _SECOND_NS)
                 self._stands_by = 0
             else:
-                words.spare(self._jobs_word, seen, _SECOND_NS)
+                steps.spare(self._words.jobs, seen, _SECOND_NS)
             self.idle.discard(number)
 
     def _poll(self, number: int, mine: int) -> None:
         progress, poller, jobs = self._progress, self._progress.poller, self.jobs
-        token, table, bell = self._token, self._table, self._bell
-        held, running = mine + words.HOLDING, mine + words.RUNNING
+        token, bell, of = self._token, self._bell, self._words
+        table, port, runs, asleep = of.table, of.port, of.runs, of.asleep
+        held, running = mine + steps.HOLDING, mine + steps.RUNNING
         while not self._stopping:
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS, self._port)
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS, port)
             if found == kernels.CHANGED:
                 return
             if found == kernels.TIMEOUT:
@@ -247,31 +230,30 @@ class Pool:
                 progress.read(found >> 32, found & 0xFFFFFFFF)
             except BaseException as error:  # the token is ours: nobody would read any more
                 self._guard.note(error, "reading messages")
-            self._want_finish()
+            progress.want_finish()
             while jobs and not self._full:
-                words.start_run(token, held, running, self._runs, self._asleep)
+                steps.start_run(token, held, running, runs, asleep)
                 self._run_one(number)
                 if not kernels.swap_if(token, running, held):
                     return
             kernels.store(token, mine)
-        words.let_go(token, mine, bell, table, poller.rows)
+        steps.let_go(token, mine, bell, table, poller.rows)
 
     def _watch(self) -> None:
         while not self._stopping:
             try:
-                self._look()
+                found = steps.watch(
+                    self._token, self._words.runs, self._words.asleep, self._words.backlog, self._bell, _TICK_NS, _IDLE_TICKS
+                )
+                if found and not self._stands_by:
+                    self.call_out()
+                elif found == 2 and self.jobs:
+                    self.call_out()
+                    if not self._full:
+                        steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
+                self._relieve()
             except BaseException as error:
                 self._guard.note(error, "looking for threads that are held up")
-
-    def _look(self) -> None:
-        found = words.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
-        if found and not self._stands_by:
-            self.call_out()
-        elif found == 2 and self.jobs:
-            self.call_out()
-            if not self._full:
-                words.leave_to_watchdog(self._backlog, self._asleep)
-        self._relieve()
 
     def _relieve(self) -> None:
         """Let more functions run if all of those that may run wait for other workers, and have for a while."""
@@ -286,19 +268,19 @@ class Pool:
                 why = "all %d threads wait for other workers while requests wait for a thread: more threads run these"
                 logging.getLogger("rdmarpc").warning(why + " (num_worker_threads)", self._limit)
             self.call_out()
-            words.leave_to_watchdog(self._backlog, self._asleep)
+            steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
 
     def stop(self) -> None:
         """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user
         function cannot be ended (it is a daemon)."""
         self._stopping = True
-        kernels.store(self._asleep, 0)
+        kernels.store(self._words.asleep, 0)
         deadline = time.monotonic() + 1.0
         for thread in list(self.threads):
             while thread is not threading.current_thread() and thread.is_alive() and time.monotonic() < deadline:
-                words.call_out(self._jobs_word, self._bell)
-                words.event(self._events)
-                words.event(self._asleep)
+                steps.call_out(self._words.jobs, self._bell)
+                steps.event(self._words.events)
+                steps.event(self._words.asleep)
                 thread.join(0.01)
 
     def end(self) -> None:
@@ -307,13 +289,15 @@ class Pool:
         self._ended = True
         self.jobs.clear()
         if self._owed or self._progress.unfinished:
-            thread = threading.Thread(target=self._run_rest, args=(self.finish,), name=f"{self._name}-end", daemon=True)
+            thread = threading.Thread(
+                target=self._run_rest, args=(self._progress.finish,), name=f"{self._name}-end", daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
                 return
             thread.join(_END_S)
-        self.finish = nobody
+        self._progress.finish = nobody
 
     def _run_rest(self, finish: Job) -> None:
         while self._owed:

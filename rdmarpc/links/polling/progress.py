@@ -4,7 +4,7 @@ A thread that waits for a result takes the role and reads the rings itself, unti
 that it finds meanwhile to the pool (``pool``), because a function may block, and its own result could then not be read. When no
 thread waits, a thread of the pool has the role.
 
-``words`` has the words of the role, their memory order, and the compiled steps by which the role changes hands. No locks.
+``steps`` has the words of the role, their memory order, and the compiled steps by which the role changes hands. No locks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
-from ...base.here import Awaited
 from ...transport import Poller, RdmaError
 from ...transport.interrupts import interruptible
 from ...transport.peers.ended import nobody
 from ...transport.words import kernels
-from . import steps as words
+from . import steps
 
 Job = Callable[[], None]
 Read = Callable[[int, int], None]
@@ -32,11 +32,14 @@ _LINGER_S = 50e-6  # how long a lingering caller need not show that it is still 
 _PATIENCE_NS = 100_000  # how long an answer waits for the thread that wants it
 
 
-class _Never:
-    done = False
+_NEVER = SimpleNamespace(done=False)
 
 
-_NEVER = _Never()
+class Awaited(Protocol):
+    """What a thread can wait for."""
+
+    @property
+    def done(self) -> bool: ...
 
 
 class Here(threading.local):
@@ -52,13 +55,15 @@ class Progress:
     """The polling role of one worker, and the waits of its threads. Thread-safe. Nothing is read before ``read`` is set."""
 
     def __init__(self, poller: Poller) -> None:
-        self.poller, self.words, self.here = poller, words.Words(poller), Here()
+        self.poller, self.words, self.here = poller, steps.Words(poller), Here()
         self.read: Read = nobody
         self.jobs: deque[Job] = deque()
         """Jobs that the holder leaves to the pool. The pool is told by ``offer``."""
         self.offer: Job = nobody
-        self.want_finish: Callable[[], bool | None] = nobody
-        """Set by the pool, as ``offer``: leave ``unfinished`` to the pool, as one job. Returns whether that job is new."""
+        self.finish: Job = nobody
+        """Completes the futures of the answers in ``unfinished``. The pool runs it for answers that no thread has come for
+        after a while: most are taken a moment later, by a thread that is awake anyway."""
+        self._finishing = False
         self.outstanding: dict[int, object] = {}
         """The calls under way (owned by the caller's side). While there are any, a waiter that has its answer lingers for the
         other answers."""
@@ -70,13 +75,22 @@ class Progress:
         self._bell, self._table, self._port = of.bell, of.table, of.port
         self.waiting: set[int] = set()
         """The numbers of those threads of the pool that wait here."""
-        self._numbers = itertools.count(1)
+        self.new_number: Callable[[], int] = itertools.count(1).__next__
+        """Draws a number by which the token names a thread. No number is given twice."""
         self._followers: set[int] = set()
         self._lingers_until = 0.0
 
-    def new_number(self) -> int:
-        """A number by which the token names a thread. No number is given twice."""
-        return next(self._numbers)
+    def want_finish(self) -> bool:
+        """Leave the answers in ``unfinished`` to the pool, as one job. Returns whether that job is new."""
+        if not self.unfinished or self._finishing:
+            return False
+        self._finishing = True
+        self.jobs.append(self._finish)
+        return True
+
+    def _finish(self) -> None:
+        self._finishing = False
+        self.finish()
 
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
         """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
@@ -91,18 +105,18 @@ class Progress:
 
     def _wait_for(self, awaited: Awaited, deadline: float | None, mine: int) -> bool:
         while not awaited.done:
-            if words.take(self._token, mine, self._bell):
+            if steps.take(self._token, mine, self._bell):
                 held, interrupted = mine, True
                 try:
                     held = self._drive(awaited, mine, deadline)
                     interrupted = False
                 finally:
                     wanted = self.outstanding or self.unfinished
-                    if not (wanted and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
+                    if not (wanted and steps.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
                         self._lingers_until = 0.0
-                        words.let_go(self._token, held, self._bell, self._table, self.poller.rows)
+                        steps.let_go(self._token, held, self._bell, self._table, self.poller.rows)
                     if self._followers:
-                        words.event(self._events)
+                        steps.event(self._events)
                     if interrupted and self.jobs:  # the handler may have come before the pool was told of them
                         self.offer()
             elif kernels.load(self._token) == mine:
@@ -135,16 +149,16 @@ class Progress:
     def reading(self) -> bool:
         """Whether this thread reads the rings this moment: it must not wait for what comes through them."""
         held = kernels.load(self._token)
-        return held & 3 == words.HOLDING and held >> 3 in (self.here.waiter >> 3, self.here.pool)
+        return held & 3 == steps.HOLDING and held >> 3 in (self.here.waiter >> 3, self.here.pool)
 
     @property
     def holding(self) -> bool:
         """Whether some thread has taken messages that it may not have handled yet."""
-        return kernels.load(self._token) & 3 == words.HOLDING
+        return kernels.load(self._token) & 3 == steps.HOLDING
 
     def _enter(self) -> int:
         """This thread waits for the first time."""
-        self.here.waiter = 8 * next(self._numbers) + words.WAITER
+        self.here.waiter = 8 * self.new_number() + steps.WAITER
         return self.here.waiter
 
     def linger(self, now: float) -> None:
@@ -153,13 +167,13 @@ class Progress:
         if now < self._lingers_until:
             return
         mine = self.here.waiter or self._enter()
-        if words.linger(self._token, mine - 2, self._bell, self._runs, self._asleep):
+        if steps.linger(self._token, mine - 2, self._bell, self._runs, self._asleep):
             self._lingers_until = now + _LINGER_S
 
     @contextlib.contextmanager
     def _aside(self, mine: int) -> Iterator[None]:
         """This thread polls, and runs a signal handler: others may take the role meanwhile, as from a function that runs."""
-        words.start_run(self._token, mine, mine - 2, self._runs, self._asleep)
+        steps.start_run(self._token, mine, mine - 2, self._runs, self._asleep)
         try:
             yield
         finally:
@@ -180,7 +194,7 @@ class Progress:
                     kernels.store(token, mine)
                     raise
                 if awaited.done and not jobs:
-                    return mine + words.HOLDING
+                    return mine + steps.HOLDING
                 kernels.store(token, mine)
                 if jobs:
                     self.offer()
@@ -204,20 +218,20 @@ class Progress:
         self._followers.add(mine)
         try:
             if not awaited.done:
-                words.follow(self._token, self._events, seen, kernels.SPIN_MIN_NS, kernels.SLICE_NS // 10)
+                steps.follow(self._token, self._events, seen, kernels.SPIN_MIN_NS, kernels.SLICE_NS // 10)
         finally:
             self._followers.discard(mine)
 
     def completed(self) -> None:
         """Something that another thread may wait for is done. Cheap when nobody does."""
         if self._followers:
-            words.event(self._events)
+            steps.event(self._events)
 
     def interrupt(self) -> None:
         """Make every waiter look again whether it is done."""
-        words.event(self._events)
+        steps.event(self._events)
         self.poller.kick()
 
     def end(self) -> None:
         """Read nothing any more, and forget the callbacks of the reader and the pool."""
-        self.read, self.offer, self.want_finish = nobody, nobody, nobody
+        self.read, self.offer, self.finish = nobody, nobody, nobody

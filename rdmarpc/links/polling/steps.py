@@ -1,4 +1,4 @@
-"""The words of the polling role (``role``), and the compiled steps by which it changes hands.
+"""The words of the polling role (``progress``), and the compiled steps by which it changes hands.
 
 The *token* is one word: 0 when nobody polls, else ``8 * thread + state``:
 
@@ -67,6 +67,23 @@ class Words:
         kernels.add(self.bell + 8, 1)  # the free token counts as a sleeper
 
 
+@compiled(i64(i64))
+def event(word: int) -> int:
+    """Something has happened that threads wait for which sleep on this word: wake all of them."""
+    fetch_add(word, 1)
+    futex(word, FUTEX_WAKE, WAKE_ALL, 0)
+    return 0
+
+
+@compiled(i64(i64))
+def rouse(asleep: int) -> int:
+    """Wake the watchdog if it sleeps."""
+    if load_acquire(asleep) == 1:
+        store_release(asleep, 0)
+        futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
+    return 1
+
+
 @compiled(i64(i64, i64, i64))
 def take(token: int, mine: int, bell: int) -> int:
     """Try to become the poller (``mine``: the token's new value). 1 if it worked."""
@@ -92,8 +109,7 @@ def let_go(token: int, mine: int, bell: int, table: int, rows: int) -> int:
     for row in range(rows):
         at = table + 16 * row
         if load_acquire(load_acquire(at)) > load_acquire(at + 8):
-            fetch_add(bell, 1)
-            futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+            event(bell)
             break
     return 1
 
@@ -107,15 +123,11 @@ def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
         rings = load_acquire(bell)
         fence()
         if load_acquire(token) == 0 or load_acquire(jobs) != seen:
-            break
+            break  # the caller tries to ``take`` the token next, and looks at the records then
         left = limit_ns - (now() - start)
         if left <= 0:
             break
         futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, left)
-    if load_acquire(token) == 0 and load_acquire(jobs) == seen:
-        # Free, but a message that came before may have rung already: sleep only if the records are quiet; ``take`` and a
-        # look at them is what the caller does next.
-        return 1
     return 0
 
 
@@ -130,11 +142,8 @@ def spare(jobs: int, seen: int, limit_ns: int) -> int:
 @compiled(i64(i64, i64))
 def call_out(jobs: int, bell: int) -> int:
     """Announce a job to all threads that stand by."""
-    fetch_add(jobs, 1)
-    futex(jobs, FUTEX_WAKE, WAKE_ALL, 0)
-    fetch_add(bell, 1)
-    futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
-    return 0
+    event(jobs)
+    return event(bell)
 
 
 @compiled(i64(i64, i64))
@@ -152,10 +161,7 @@ def leave_to_watchdog(backlog: int, asleep: int) -> int:
     """Jobs wait for a thread that is at work: have the watchdog call another if that one takes none within a tick."""
     store_release(backlog, 1)
     fence()
-    if load_acquire(asleep) == 1:
-        store_release(asleep, 0)
-        futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
-    return 0
+    return rouse(asleep)
 
 
 @compiled(i64(i64, i64, i64, i64, i64))
@@ -174,14 +180,6 @@ def follow(token: int, events: int, seen: int, spin_ns: int, limit_ns: int) -> i
             return 0
         pause()
         sched_yield()
-
-
-@compiled(i64(i64))
-def event(events: int) -> int:
-    """Wake all threads that follow."""
-    fetch_add(events, 1)
-    futex(events, FUTEX_WAKE, WAKE_ALL, 0)
-    return 0
 
 
 @compiled(i64(i64, i64, i64, i64, i64, i64, i64))
@@ -222,8 +220,7 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
         if (held & 7) == RUNNING and current == last and compare_exchange(token, held, 0) == 1:
             fetch_add(bell + 8, 1)
             fence()
-            fetch_add(bell, 1)
-            futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+            event(bell)
             return 1
         if current == last and load_acquire(backlog) != 0:
             store_release(backlog, 0)
@@ -237,10 +234,7 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
 def show(runs: int, asleep: int) -> int:
     """Let the watchdog see that the holder of the role is at work; wake it if it sleeps."""
     fetch_add(runs, 1)
-    if load_acquire(asleep) == 1:
-        store_release(asleep, 0)
-        futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
-    return 1
+    return rouse(asleep)
 
 
 @compiled(i64(i64, i64, i64, i64, i64))

@@ -355,7 +355,7 @@ def expired(rank):
     return ran
 
 
-def test_timeouts():
+def test_fetches_end_at_their_timeout():
     assert results(run_group(expired))[1] == 2
 
 
@@ -430,7 +430,7 @@ def proxies(rank):
     rpc.shutdown()
 
 
-def test_proxies():
+def test_proxies_call_methods_at_the_owner():
     results(run_group(proxies, num_worker_threads=4))
 
 

@@ -15,7 +15,9 @@ by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Any
@@ -31,6 +33,7 @@ from ..message.tensors import Outgoing, traffic
 
 Noted = tuple[int, dict[str, int]]
 """The time when a function ended, and the byte counts of its answer, if ``packed`` is not called for it."""
+_LIMIT = 300_000
 
 
 class Message(threading.local):
@@ -75,15 +78,43 @@ def _short(values: Sequence[Any]) -> dict[str, int]:
 
 
 class Calls:
-    """The calls of one worker: ``Post.observer``, which both sides of calling look at once. Thread-safe; any thread may be in
-    here when the recording ends."""
+    """The facts of one worker, the last ``_LIMIT`` of them: ``Post.observer``, which both sides of calling look at once.
+    Thread-safe; any thread may be in here when the recording ends."""
 
-    def __init__(self, line: Any) -> None:
-        """``line``: the ``Timeline``."""
-        self._line = line
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.message = Message()
         self.serving_now: dict[tuple[int, int], Serving] = {}
         """The requests whose functions run."""
+        self._records: deque[tuple[Any, ...]] = deque(maxlen=_LIMIT)
+        self._count = itertools.count()
+        self._tracks: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        self._local = threading.local()
+
+    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
+        """One fact, on the track of this thread."""
+        next(self._count)
+        self._records.append((kind, rank, call, self.track(), *fields))
+
+    def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> None:
+        """Something that is part of no call, on any track."""
+        next(self._count)
+        self._records.append(("span", self.rank, 0, track, begin, end, name, category, about))
+
+    def track(self) -> int:
+        """The number of this thread."""
+        try:
+            return self._local.track
+        except AttributeError:
+            track = self._local.track = self.new_track(threading.current_thread().name)
+            return track
+
+    def new_track(self, name: str) -> int:
+        """A number for what is no thread."""
+        track = next(self._numbers)
+        self._tracks[track] = name
+        return track
 
     # -- the calling side
 
@@ -97,7 +128,7 @@ class Calls:
         end = monotonic_ns()
         bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
-        self._line.note("sent", self._line.rank, pending.call, begin, end, *what)
+        self.note("sent", self.rank, pending.call, begin, end, *what)
 
     def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
         """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
@@ -111,7 +142,7 @@ class Calls:
         try:
             wait()
         finally:
-            self._line.note("waited", self._line.rank, pending.call, begin, monotonic_ns())
+            self.note("waited", self.rank, pending.call, begin, monotonic_ns())
 
     def reading(self, decode: Callable[[Pending, Answer], Any], pending: Pending, answer: Answer) -> Any:
         """``decode(pending, answer)``: an answer is read back."""
@@ -123,17 +154,17 @@ class Calls:
             error = type(reason).__name__
             raise
         finally:
-            self._line.note("done", self._line.rank, pending.call, begin, monotonic_ns(), error)
+            self.note("done", self.rank, pending.call, begin, monotonic_ns(), error)
 
     # -- the called side
 
     def came(self, link: Link, frame: Frame) -> None:
         """A request was read from the ring."""
-        self._line.note("came", link.rank, frame.call, monotonic_ns(), link.name)
+        self.note("came", link.rank, frame.call, monotonic_ns(), link.name)
 
     def serving(self, request: Answering) -> None:
         """The request begins on this thread, or goes on."""
-        serving = Serving(request.link.rank, request.call, self._line.track())
+        serving = Serving(request.link.rank, request.call, self.track())
         serving.outer, self.message.serving = self.message.serving, serving
         self.serving_now[serving.key] = serving
 
@@ -156,7 +187,7 @@ class Calls:
         """The request was answered. ``error``: the name of the error's type, if the answer is one."""
         begin, short = noted
         carried, self.message.bytes = self.message.bytes or short, {}
-        self._line.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
+        self.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
 
     def served(self, request: Answering) -> None:
         """This thread has finished its work on the request."""
@@ -164,7 +195,7 @@ class Calls:
         if serving is None or serving.key != (request.link.rank, request.call):
             return  # it began before the recording
         if serving.begun:  # else it waits for its references, and another thread may be serving it by now
-            self._line.note("served", *serving.key, *serving.spans(monotonic_ns()))
+            self.note("served", *serving.key, *serving.spans(monotonic_ns()))
         if self.serving_now.get(serving.key) is serving:
             del self.serving_now[serving.key]
         self.message.serving = serving.outer
