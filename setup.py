@@ -81,7 +81,7 @@ setup(
     package_dir=FOLDERS,
     packages=[name for root, folder in FOLDERS.items() for name in [root, *subpackages(root, folder)]],
     package_data={"rdmarpc": ["py.typed", "standing_in/site/*.py"], "rdmarpc.experiments": ["conf/*.yaml", "conf/*/*.yaml"]},
-    install_requires=["torch>=2.10", "llvmlite>=0.44", "numpy"],
+    install_requires=["torch>=2.10", "numba>=0.63", "llvmlite>=0.46", "numpy"],
     extras_require={
         "test": TEST,
         "experiments": EXPERIMENTS,
