@@ -53,16 +53,19 @@ class Compiled(Kernel):
 
     @property
     def address(self) -> int:
-        """Where the code lies, for as long as the process lives. It is loaded now, or made. ``SyntaxError``: it cannot be."""
+        """Where the code lies, for as long as the process lives. ``SyntaxError``: there can be none."""
+        return self._address or self.load()
+
+    def load(self) -> int:
+        """Load the code, or make it: its address."""
         with _lock:
-            if not self._address:
-                symbol = f"rdmarpc.{self.name}.{self.digest.hex()[:16]}"
-                where = self.function.__module__, self.function.__code__.co_filename, _environment()
-                code = cache.find(*where, self.name, self.digest)
-                if code is None:
-                    code = _made(self, symbol)
-                    cache.keep(*where, self.name, cache.Entry(self.digest, code))
-                self._address = machine.address_of(code, symbol)
+            symbol = f"rdmarpc.{self.name}.{self.digest.hex()[:16]}"
+            where = self.function.__module__, self.function.__code__.co_filename, _environment()
+            code = cache.find(*where, self.name, self.digest)
+            if code is None:
+                code = _made(self, symbol)
+                cache.keep(*where, self.name, cache.Entry(self.digest, code))
+            self._address = machine.address_of(code, symbol)
             return self._address
 
 
