@@ -5,9 +5,9 @@ schedule's length.
     python -m experiments.schedules workers='[2]' rounds=2   # everything in conf/schedules.yaml can be overridden
     python -m experiments.schedules --json
 
-Each of n workers has two layers of a chain of 2n: both in one stage, or each in a stage of its own, interleaved. Both libraries
-run in as many processes, one thread each, and take turns, case by case and round by round. The run's folder receives
-schedules.json.
+Each of n workers has two layers of a chain of 2n: both in one stage, or each in a stage of its own, interleaved. Workers have
+one thread each; of ours the caller is a process more. Both libraries take turns, case by case and round by round. The run's
+folder receives schedules.json.
 """
 
 import sys
@@ -50,7 +50,7 @@ def groups(job: dict[str, Any]) -> list[Group]:
     """The processes that take turns."""
     from .pipelines import workers
 
-    found = [Group("rdmarpc", workers.ours, job["count"])]
+    found = [Group("rdmarpc", workers.ours, job["count"] + 1)]
     return [*found, Group("torch", workers.theirs, job["count"])] if job["torch"] else found
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from rdmarpc import transfers
-from rdmarpc.group import slurm
+from rdmarpc.links.group import slurm
 
 from .digits import data, torch_rpc, worker
 from .harness import apps, launched

@@ -20,17 +20,18 @@ from typing import Any
 import torch
 
 from . import autograd, internal, timeline
+from .base import here
+from .base.worker_info import WorkerInfo
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from .ground import exits, here
-from .ground.worker_info import WorkerInfo
-from .group.gather import Meeting as AllGatherStates  # noqa: F401
-from .group.gather import _all_gather
-from .group.gather import _barrier as _barrier
+from .gather import Meeting as AllGatherStates  # noqa: F401
+from .gather import _all_gather
+from .gather import _barrier as _barrier
 from .internal import PythonUDF as PythonUDF
 from .internal import RPCExecMode, _internal_rpc_pickler
+from .links import exits
 from .message import script as _script  # noqa: F401 (says how TorchScript travels)
 from .observe import debug
 from .options import BackendType, RpcBackendOptions

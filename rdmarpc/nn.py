@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed import _remote_device
 from torch.utils import _pytree as pytree
 
+from .base.futures import Awaitable, fail, mapped
+from .base.here import Call
 from .calls import agent as _agent
 from .functions import async_execution
-from .ground.futures import Awaitable, fail, mapped
-from .ground.here import Call
 from .internal import taken_apart
 from .message import permits, serialize
 from .references.handle import RRef, ask, check, fork_of, over

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import gpu
@@ -62,7 +62,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(uses) and not gpu.why_not():
         gpu.build()
     if "forks" in sys.modules:  # some of these tests may start processes
+        if session.config.option.capture != "no":
+            sys.modules["forks"].keep_output()
         sys.modules["forks"].warm_up()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if "forks" in sys.modules:
+        sys.modules["forks"].forget_output()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What worker processes have printed is shown when the test has failed; with ``-s``, always and at once."""
+    report = yield
+    if report.failed and "forks" in sys.modules and (text := sys.modules["forks"].output()):
+        report.sections.append(("Captured output of worker processes", text))
+    return report
 
 
 def _children() -> dict[int, str]:

@@ -34,6 +34,15 @@ def test_the_reference_has_every_public_name_with_its_signature() -> None:
     assert signatures(load(DOCS / "reference.py").page(written)) == signatures(written), "run: python docs/reference.py"
 
 
+def test_the_tables_of_the_protocols_are_those_of_the_code() -> None:
+    tables = load(DOCS / "tables.py")
+    for path in tables.PAGES:
+        written = path.read_text()
+        assert tables.page(written) == written, "run: python docs/tables.py"
+        assert not tables.without_meaning(written), "the page does not say what these are"
+    assert len(tables.TABLE.findall(written)) > 5 and "| `REQUEST` | 1 |" in written
+
+
 def test_the_picture_and_the_design_have_every_room() -> None:
     picture, design = (DOCS / "house.svg").read_text(), (DOCS / "design.md").read_text()
     rooms = {path.parent for top in ("transport", "graph", "rdmarpc") for path in (ROOT / top).glob("*/__init__.py")}

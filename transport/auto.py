@@ -98,7 +98,7 @@ class AutoDevice(Device):
             raise
         self.port = max(device.port for device in self.devices.values())
         for device in self.devices.values():
-            device.door.join(self._arrived, self._lost)
+            device.door.join(self._arrived, lambda channel: self.on_lost(channel))
 
     def _open(self, kind: str, make: Callable[[], Device]) -> None:
         try:
@@ -210,9 +210,6 @@ class AutoDevice(Device):
             theirs = Refusal("the peer came over tcp", "the log of the peer says why")
             self._fell_back(channel, channel.peer, self.refused.get("verbs", theirs))
         self.door.arrived(channel)
-
-    def _lost(self, channel: Channel) -> None:
-        self.on_lost(channel)
 
     def _fell_back(self, channel: Channel, peer: str, refusal: Refusal) -> None:
         with self._lock:

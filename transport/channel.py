@@ -195,7 +195,7 @@ class Channel(abc.ABC):
         system after the channel's end, when nothing here uses it any more."""
         with self._numbers_lock:
             if self.own_pool is None:
-                self.own_pool = self.device.memory.pool()
+                self.own_pool = self.device.arena.pool()
             return self.own_pool
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -232,9 +232,6 @@ class Channel(abc.ABC):
 
     gpus = False
     """Whether the local side of a copy may be GPU memory here."""
-
-    maps_gpus = False
-    """Whether a peer that writes into our GPU memory has to map it, for which it needs a GPU's driver itself."""
 
     registered_only = False
     """Whether the local side of a copy has to lie in the arena, or is staged there: what is made there saves a copy."""

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -104,7 +105,9 @@ class Door:
 
     def refused(self, sock: socket.socket, error: BaseException) -> None:
         """A peer that came was not let in: say so, once for each reason."""
-        if not isinstance(error, AuthenticationError) or error.message in self._refusals or len(self._refusals) > _REASONS:
+        if not isinstance(error, AuthenticationError) or sock.family == socket.AF_UNIX:
+            return
+        if error.message in self._refusals or len(self._refusals) > _REASONS:
             return
         self._refusals.add(error.message)
         where = "a peer that has hung up"
@@ -187,7 +190,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.on_staged: Callable[[int], None] | None = None
         """Called with the bytes of every ``count_staged``, from its thread."""
         self.door = Door(name, options.on_connect)
-        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # of the device's own class
         self._lock = threading.RLock()
         self._past = (0, 0)  # posts and bytes of channels that ended
         self.pid = os.getpid()
@@ -211,7 +214,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         """Memory that the peer of one channel may read and write, and no other peer. It is for a channel that does not exist
         yet: pass it to ``connect``. An existing channel has ``Channel.pool``."""
         self.check()
-        return self.memory.pool()
+        return self.arena.pool()
 
     def register(self, tensor: torch.Tensor) -> Region:
         """Describe a contiguous tensor's memory to peers. For arena tensors this is free and gives peers no additional rights.

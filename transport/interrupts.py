@@ -6,9 +6,7 @@ frame that is written and not counted. Once a device is open, a handler therefor
 
 * in code of the user, also where this package has called it,
 * where this package waits: functions that are ``interruptible``, and waits of ``threading``,
-* or ``LIMIT_S`` after its signal, wherever that is,
-
-and not where user's code is only tried out (``postponed``).
+* or ``LIMIT_S`` after its signal, wherever that is.
 
 A signal that comes elsewhere is raised again at each instruction until then, so its handler runs as soon as the user's code
 goes on. One that comes more often than every ``_INSIST_S`` (the timer of a sampling profiler) would slow all work down. It is
@@ -28,7 +26,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import repeat
 from types import CodeType, FrameType, SimpleNamespace
@@ -70,9 +68,6 @@ def interruptible(
 class Kept:
     """A handler of the user, as Python knows it. Main thread only."""
 
-    postponed_s = 0.0
-    """Of all handlers: see ``postponed``."""
-
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
         self._waiting: list[int] = []  # the signal that is still to be handled; a list of its own for each
@@ -100,17 +95,14 @@ class Kept:
 
     def _due(self, number: int, frame: FrameType | None) -> bool:
         """Whether the handler runs now. If not, its signal will come again."""
-        now, limit, work = time.monotonic(), LIMIT_S, _at_work(frame)
-        if (postponed := self.postponed_s) and self.handler is not signal.default_int_handler:
-            limit, work = postponed, True
-        if not work or (self._waiting and self._since < now - limit):
+        now = time.monotonic()
+        if not _at_work(frame) or (self._waiting and self._since < now - LIMIT_S):
             self._waiting.clear()  # nobody sends it again from here on
             signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and has Python run the handlers of what has come
             return True
         if not self._waiting:
             often, self._since, self._waiting = now - self._since < _INSIST_S, now, [number]
-            self._at_once = _AT_ONCE if often else sys.maxsize
-            self._left = 0 if postponed else self._at_once
+            self._at_once = self._left = _AT_ONCE if often else sys.maxsize
             try:
                 # Not one of ``threading``, which may be what was interrupted.
                 _thread.start_new_thread(self._insist, (self._waiting,))
@@ -125,23 +117,9 @@ class Kept:
             time.sleep(_INSIST_S)
             if any(signal.getsignal(number) is not self.handler for number in waiting):
                 waiting.clear()
-            self._left = 0 if self.postponed_s else self._at_once
+            self._left = self._at_once
             # From within C: between a look and the sending, the main thread could handle it, and would then do so twice.
             deque(map(signal.pthread_kill, repeat(main), waiting), maxlen=0)
-
-
-@contextlib.contextmanager
-def postponed(limit_s: float) -> Iterator[None]:
-    """While this lasts in the main thread, code of the user is not interrupted either, for ``limit_s``: a handler must not meet
-    what holds there (modes of torch, exchanged methods). Ctrl-C raises its ``KeyboardInterrupt`` all the same."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, Kept.postponed_s = Kept.postponed_s, limit_s
-    try:
-        yield
-    finally:
-        Kept.postponed_s = before
 
 
 def _at_work(frame: FrameType | None) -> bool:

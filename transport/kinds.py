@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from . import plugins
 from .auto import AutoDevice
 from .device import Device, DeviceOptions
 from .errors import NotSupported
@@ -28,7 +28,7 @@ def open_device(name: str = "shm", **options: Any) -> Device:
     * ``"shm"``: processes of this host;
     * ``"cuda"``: as ``shm``, and GPU memory besides;
     * ``"tcp"``, ``"tcp://ADDRESS"``: any host; the device listens on that local address;
-    * ``"verbs"``, ``"verbs://mlx5_0:1"``: RDMA by that port. ``"verbs://mlx5_0,mlx5_1"`` divides large copies among several;
+    * ``"verbs"``, ``"verbs://mlx5_0:1"``: RDMA by that port;
     * ``"auto"``, ``"auto://ADDRESS"``: all of them on one arena, each peer by the fastest one that reaches it. ``ADDRESS`` is
       where its ``tcp`` listens.
 
@@ -100,16 +100,24 @@ def open_device(name: str = "shm", **options: Any) -> Device:
 
 def kinds() -> dict[str, str]:
     """The kinds of devices by name, and the package that brings each. No package is imported for this."""
-    return {**plugins.packages(GROUP), **dict.fromkeys(_KINDS, "rdmarpc")}
+    return {**{point.name: _package(point) for point in entry_points(group=GROUP)}, **dict.fromkeys(_KINDS, "rdmarpc")}
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
 
 
 def _factory(kind: str, name: str) -> Factory:
     if kind in _KINDS:
         return _KINDS[kind]
-    found: Factory | None = plugins.load(GROUP, kind, "device", device=kind)
-    if found is None:
-        raise _unknown(name)
-    return found
+    for point in entry_points(group=GROUP, name=kind):
+        try:
+            found: Factory = point.load()
+            return found
+        except Exception as error:
+            why = f"the device {kind!r} of {_package(point)} cannot be loaded: {error}"
+            raise NotSupported(why, device=kind, hint=f"entry point {point.value} of {GROUP}") from error
+    raise _unknown(name)
 
 
 def _unknown(name: str) -> NotSupported:
@@ -140,17 +148,9 @@ def _tcp(place: str, options: DeviceOptions) -> Device:
 
 def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
     # These need libibverbs.
-    if "," in place:
-        from .verbs.stripes import StripedDevice
-
-        return StripedDevice(place.split(","), options, **own)
     from .verbs.device import VerbsDevice
 
     return VerbsDevice(place, options, **own)
 
 
-def _auto(place: str, options: DeviceOptions) -> Device:
-    return AutoDevice(place, options)
-
-
-_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": _auto}
+_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": AutoDevice}

@@ -10,14 +10,13 @@ import contextlib
 import mmap
 import threading
 import time
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from .errors import RdmaError, TransferTimeout, fresh
 from .interrupts import interruptible
 from .memory.memory import Memory
-from .peers.questions import Asking
 from .timeouts import seconds
 from .words import kernels, signals
 from .words.signals import BELL_BYTES, RECORD_BYTES
@@ -37,15 +36,6 @@ class Count:
         self.consumed = 0
 
 
-class Notified(Asking, Protocol):
-    """The channel over which notifications come."""
-
-    port: int
-
-    def count(self, imm: int) -> Count:
-        """How far notification ``imm`` has been consumed."""
-
-
 class Expectation:
     """``count`` notifications of one number. Each ``wait`` consumes that many. Make it once, wait as often as you like.
 
@@ -54,7 +44,7 @@ class Expectation:
 
     __slots__ = ("_channel", "_count", "_record", "count", "imm")
 
-    def __init__(self, channel: Notified, imm: int, count: int, state: Count) -> None:
+    def __init__(self, channel: Any, imm: int, count: int, state: Count) -> None:
         self.imm, self.count = imm, count
         self._channel, self._count, self._record = channel, state, state.record
 
@@ -153,10 +143,10 @@ class Poller:
         self.table[self.KICK] = (self._kick, 0)
         self.rows = 1
         self._free: list[int] = []
-        self._watched: dict[int, tuple[Notified, Count]] = {}  # keeps what the table points into
+        self._watched: dict[int, tuple[Any, Count]] = {}  # keeps what the table points into
         self._lock = threading.Lock()
 
-    def add(self, channel: Notified, imm: int) -> int:
+    def add(self, channel: Any, imm: int) -> int:
         """Watch notification ``imm`` of ``channel``. Returns the row that ``wait`` will name. Nothing else may consume this
         notification. Raises ``RdmaError`` when ``MAX_ROWS`` rows are in use."""
         count = channel.count(imm)

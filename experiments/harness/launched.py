@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rdmarpc.group import slurm
+from rdmarpc.links.group import slurm
 
 from .processes import Launcher, OnEvent
 

@@ -12,7 +12,7 @@ ROUNDS = 2
 """Layers a worker: all in one stage, or each a stage of its own."""
 
 
-_library = torch.library.Library("rdmarpc_experiments", "DEF")
+_library = torch.library.Library("rdmarpc", "FRAGMENT")  # operators that workers run
 _library.define("asleep(Tensor x, float seconds) -> Tensor")
 
 
@@ -22,6 +22,7 @@ def _asleep(x: Tensor, seconds: float) -> Tensor:
 
 
 _library.impl("asleep", _asleep, "CPU")
+_library.impl("asleep", lambda x, seconds: torch.empty_like(x), "Meta")  # so what it gives is known without asking
 
 
 class Asleep(torch.autograd.Function):
@@ -30,11 +31,11 @@ class Asleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_s = backward
-        return torch.ops.rdmarpc_experiments.asleep(x, forward)
+        return torch.ops.rdmarpc.asleep(x, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.rdmarpc_experiments.asleep(grads[0], ctx.backward_s), None, None
+        return torch.ops.rdmarpc.asleep(grads[0], ctx.backward_s), None, None
 
 
 class Layer(nn.Module):
@@ -84,10 +85,9 @@ class Case:
         return ROUNDS * chunks * layer + (workers - 1) * ROUNDS / rounds * idle if layer else None
 
 
-def stages(workers: int, interleaved: bool, caller: str) -> list[int]:
-    """The worker of each layer; the caller, worker 0, has the first one or the ``last``."""
-    order = [at % workers if interleaved else at // ROUNDS for at in range(ROUNDS * workers)]
-    return [(worker + (caller == "last")) % workers for worker in order]
+def stages(workers: int, interleaved: bool) -> list[int]:
+    """The worker of each layer, from 1 on: 0 is the caller."""
+    return [1 + (at % workers if interleaved else at // ROUNDS) for at in range(ROUNDS * workers)]
 
 
 def chunks(job: dict[str, Any]) -> int:

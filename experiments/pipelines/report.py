@@ -58,8 +58,7 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 NOTE = (
     "n: batches; asleep: emulated, layers that sleep stand for computation on cores of their own; processor: time of all"
     " workers; theory: of the paper's schedule, where nothing but layers takes time;"
-    " bubble: time in which a worker runs no layer; the caller, which computes the loss, has the last"
-    " stage; (first): it has the first one"
+    " bubble: time in which a worker runs no layer; ours has a process more, the caller, which only posts"
 )
 
 

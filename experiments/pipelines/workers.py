@@ -1,5 +1,6 @@
 """The workers of the experiment: ours, and those of torch.distributed.pipelining as its tutorial writes them. Rank 0 leads: of
-ours it is the caller, of theirs it has the first stage, whose last backward ends the batch."""
+ours it is the caller, which has no stage, so there is a process more; of theirs it has the first stage, whose last backward
+ends the batch."""
 
 import copy
 import os
@@ -15,13 +16,13 @@ from ..harness.processes import Launcher
 from .layers import ROUNDS, Case, chunks, stages
 
 OURS = {
-    "gpipe": ("gpipe", "last"),
-    "1f1b": ("1f1b", "last"),
-    "interleaved": ("gpipe", "last"),
-    "gpipe (first)": ("gpipe", "first"),
+    "gpipe": ("gpipe", False),
+    "1f1b": ("1f1b", False),
+    "zero_bubble": ("zero_bubble", False),
+    "interleaved": ("gpipe", True),
+    "interleaved zero_bubble": ("zero_bubble", True),
 }
-"""Schedules, and whether the caller, which has the loss, has the last stage too, or the first one. The stages of "interleaved"
-go round the workers."""
+"""Schedules, and whether stages go round the workers."""
 THEIRS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 Step = Callable[[], None]
@@ -73,14 +74,14 @@ def ours(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     import rdmarpc as rpc
 
     options = rpc.RpcBackendOptions(transport=job["device"], init_method=f"file://{job['meeting_place']}/ours")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["count"], rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["count"] + 1, rpc_backend_options=options)
     if rank == 0:
         steps = {
             (name, schedule): our_step(rpc, Case(**case), job, schedule)
             for name, case in job["cases"].items()
             for schedule in OURS
         }
-        others = [f"worker{other}" for other in range(1, job["count"])]
+        others = [f"worker{other}" for other in range(1, job["count"] + 1)]
         turns(job, launcher, steps, [os.getpid(), *(rpc.rpc_sync(other, os.getpid) for other in others)])
     rpc.shutdown()
 
@@ -89,15 +90,17 @@ def our_step(rpc: Any, case: Case, job: dict[str, Any], name: str) -> Step:
     """The model is wrapped, and has run once, with the loss and gradients of one process, bit for bit."""
     count, workers = chunks(job), job["count"]
     layers, (x, y) = case.layers(workers), case.batch(count)
-    schedule, caller = OURS[name]
-    of = stages(workers, name == "interleaved", caller)
+    schedule, interleaved = OURS[name]
     twin = nn.Sequential(*copy.deepcopy(layers))
-    placement = {str(at): f"worker{worker}" for at, worker in enumerate(of)}
+    placement = {str(at): f"worker{worker}" for at, worker in enumerate(stages(workers, interleaved))}
     model = rpc.wrap(nn.Sequential(*layers), placement)
+    ends = [model.get_submodule(str(at)).linear.bias for at in range(0, ROUNDS * workers, 1 if interleaved else ROUNDS)]
 
     def step() -> None:
         model.zero_grad()
-        model.forward_backward(F.mse_loss, x, target=y, chunks=count, schedule=schedule).item()  # when all is done
+        model.forward_backward(F.mse_loss, x, target=y, chunks=count, schedule=schedule)
+        for last in ends:
+            last.grad[0].item()  # when all is done
 
     loss = model.forward_backward(F.mse_loss, x, target=y, chunks=count, schedule=schedule)
     total: Any = 0.0

@@ -12,32 +12,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from ..base import forked, here, streams
+from ..base.worker_info import WorkerInfo
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..ground import environment, exits, forked, here, streams
-from ..ground.device_maps import Targets
-from ..ground.worker_info import WorkerInfo
-from ..group.group import Group
-from ..group.members import Members
-from ..links import holding
+from ..links import exits, reads
 from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
+from ..links.group.group import Group
+from ..links.group.members import Members
 from ..links.losses import Losses, listens
+from ..links.polling.modes import check_real, intercepted, unseen
+from ..links.polling.pool import Pool
+from ..links.polling.progress import Progress
 from ..links.post import Post
 from ..links.reading import Handler, Reading
 from ..links.ring import Link
 from ..links.table import Links
 from ..message import gpu, permits, serialize
+from ..message.device_maps import Targets
 from ..options import RpcBackendOptions
-from ..polling.modes import check_real, intercepted, unseen
-from ..polling.pool import Pool
-from ..polling.role import Role
 from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
@@ -46,17 +46,13 @@ from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaErr
 from ..transport.gpu import driver
 from ..transport.peers.guard import Guard
 from ..transport.sandboxed import processors
-from . import profiled
+from . import environment, profiled
 from .callee import Callee
 from .caller import Caller
 from .observer import Observer, Recorder
 from .patience import Patience
 from .pending import Future, Outstanding, Pending, timed_out
 from .termination import Termination
-
-if TYPE_CHECKING:
-    from ..gradients import waves
-    from ..references import handle
 
 _CONNECT_TIMEOUT_S = 10.0
 _GOODBYE_S, _PAUSE_S = 5.0, 0.001
@@ -101,8 +97,8 @@ class Agent:
         """All workers, in rank order (torch's name for it)."""
         _check_ways(self.group, self.device, options)
         poller = self.device.poller()
-        self.role = Role(poller)
-        self.pool = Pool(self.role, options.num_worker_threads, "rdmarpc")
+        self.progress = Progress(poller)
+        self.pool = Pool(self.progress, options.num_worker_threads, "rdmarpc")
         undo.callback(self.pool.stop)
 
         # What outlives calls: references and contexts; then the links, and what goes over them.
@@ -128,13 +124,13 @@ class Agent:
 
         # Both sides of calling; from here on peers are heard.
         distrust = self.losses.distrust
-        self.caller: Caller = Caller(self.device, self.role, self.pool, self.post, self.rrefs, self.outstanding, distrust)
+        self.caller: Caller = Caller(self.device, self.progress, self.pool, self.post, self.rrefs, self.outstanding, distrust)
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        resume = partial(holding.resume, self.callee)
-        self.reading = Reading(self.links, self.losses, self.role, self.device.name, resume, _takes(self))
-        self.role.read = self.reading.read
+        resume = partial(reads.resume, self.callee)
+        self.reading = Reading(self.links, self.losses, self.progress, self.device.name, resume, _takes(self))
+        self.progress.read = self.reading.read
         self.pool.start()
         self.caller.timeouts.on_tick = self._look_after
 
@@ -251,7 +247,8 @@ class Agent:
         rref: int = 0,
         fork: int = 0,
     ) -> Pending:
-        """See ``here.Agent``. ``rref``, ``fork``: of a value that the call creates."""
+        """Send a call. ``timeout`` in seconds: -1 = the default, 0 = none; ``flags``: see ``links/frames``. ``rref``, ``fork``:
+        of a value that the call creates. Raises what pickling raises; all other errors are the answer's."""
         if not callable(function):
             raise TypeError("function should be callable.")
         if not flags & CONTROL:
@@ -355,7 +352,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.pool.submit(partial(holding.resume, self.callee, link))
+                self.pool.submit(partial(reads.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
@@ -426,7 +423,7 @@ class Agent:
         self.rrefs.close(error)
         _call_all(self._at_close, self.guard)
         self.pool.end()
-        self.role.end()
+        self.progress.end()
         self.reading.close()
         self.losses.close()
         self.links.close()
@@ -462,7 +459,7 @@ def _call_all(callbacks: list[Callable[[], None]], guard: Guard) -> None:
 
 def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:
     links = Links(poller, agent.group, agent.rrefs.lost)
-    losses = Losses(agent.device, agent.role, agent.group, agent.pool, links, agent.ended)
+    losses = Losses(agent.device, agent.progress, agent.group, agent.pool, links, agent.ended)
     return links, losses, Connections(agent.device, agent.group, links, losses, agent.options.peer_timeout)
 
 
@@ -549,10 +546,5 @@ def _seconds(timeout: float) -> float:
 
 # Typed for the rooms above, which may know all of the agent.
 current: Callable[[], Agent] = here.current
-require: Callable[[str], Agent] = here.require
+require: Callable[[str], Agent] = here.current
 found: Callable[[], Agent | None] = here.found
-
-if TYPE_CHECKING:
-
-    def _is_all_of_these(agent: Agent) -> tuple[here.Agent, waves.Worker, handle.Worker]:
-        return agent, agent, agent

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..links import bulks
-from ..links.fetches import Fetch
+from ..links import reads
 from ..links.frames import (
     BULK,
     ERROR,
@@ -26,11 +25,12 @@ from ..links.frames import (
     lone,
     response_body,
 )
+from ..links.polling.modes import intercepted, unseen
 from ..links.post import tell
+from ..links.reads import Fetch
 from ..links.ring import Link
 from ..message import serialize
 from ..message.tensors import HANDED, Memory, load_places, size_classes, unpack, unpack_lone
-from ..polling.modes import intercepted, unseen
 from ..references.context import RRefContext
 from ..transport import ArenaFull, RdmaError, RemoteRegion, TransferTimeout, fresh
 from ..transport.peers.ended import nobody
@@ -126,7 +126,7 @@ class Answers:
         """The frame with its whole body, which had to be READ because it did not fit the frame."""
         try:
             if fetch is None:
-                return bulks.fetch(frame, self._memory, pending.link, _deadline(pending))
+                return reads.fetch(frame, self._memory, pending.link, _deadline(pending))
             return fetch.whole(self._memory)
         except BaseException:
             tell(pending.link, RELEASE, pending.call)

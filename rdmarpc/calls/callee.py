@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from ..base import forked
+from ..base import streams as gpu_streams
+from ..base.futures import Value, known
+from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current
 from ..gradients.plain import plainly
 from ..gradients.record import unbound
-from ..ground import forked
-from ..ground import streams as gpu_streams
-from ..ground.failures import Failures
-from ..ground.futures import Value, known
-from ..ground.worker_info import WorkerInfo
-from ..links import bulks, holding
-from ..links.bulks import Kept
-from ..links.fetches import AWAY, Fetch
+from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -48,8 +45,10 @@ from ..links.frames import (
     request_body,
     response_payload,
 )
+from ..links.polling.pool import Pool
 from ..links.post import Post
 from ..links.promises import Promises
+from ..links.reads import AWAY, Fetch, Kept
 from ..links.ring import MAX_BODY, Link
 from ..message import permits, serialize
 from ..message.tensors import (
@@ -64,13 +63,13 @@ from ..message.tensors import (
     unpack,
     unpack_lone,
 )
-from ..polling.pool import Pool
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.unsent import take_back
 from ..transport import Device, PeerLost, RdmaError, RemoteRegion
 from ..transport.memory.arena import Block
 from . import errors, profiled
+from .failures import Failures
 from .handover import Handovers, sole
 from .observer import Serving
 
@@ -152,7 +151,7 @@ class Callee:
         kept = self._sources.pop((link, call), None)
         if kept is not None:
             kept.end()
-            holding.resume(self, link)
+            reads.resume(self, link)
 
     def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
         """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
@@ -191,7 +190,7 @@ class Callee:
         link, flags = answering.link, answering.frame.flags
         first = answering.request is None and answering.references is None
         if first and (link.crowded or link.held.any or (flags & AWAY and link.channel.reads_take_peer)):
-            holding.hold(self, link, answering.frame)
+            reads.hold(self, link, answering.frame)
             return
         thread, observer, streams = get_ident(), self.observer, gpu_streams.current
         self.running[thread] = answering
@@ -228,7 +227,7 @@ class Callee:
         confirmed."""
         link, frame, request = answering.link, answering.frame, answering.request
         if frame.flags & BULK:
-            whole = bulks.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
+            whole = reads.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
             frame = answering.frame = whole._replace(flags=frame.flags & ~BULK)
             if frame.flags & REMOTE:
                 answering.rref = created(frame)[0]

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
+from ..base import streams as gpu_streams
 from ..gradients.context import Context
 from ..gradients.plain import plainly
 from ..gradients.record import unbound
-from ..ground import streams as gpu_streams
-from ..links.fetches import AWAY, Fetch
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -42,7 +41,10 @@ from ..links.frames import (
     NotTheirs,
     request_payload,
 )
+from ..links.polling.pool import Pool
+from ..links.polling.progress import Progress
 from ..links.post import Post
+from ..links.reads import AWAY, Fetch
 from ..links.ring import Link, Room
 from ..message import script, serialize
 from ..message.tensors import (
@@ -57,8 +59,6 @@ from ..message.tensors import (
     recallable,
     size_classes,
 )
-from ..polling.pool import Pool
-from ..polling.role import Role
 from ..references.context import RRefContext
 from ..references.unsent import take_back
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, TransferTimeout
@@ -145,7 +145,7 @@ class Caller:
     def __init__(
         self,
         device: Device,
-        role: Role,
+        progress: Progress,
         pool: Pool,
         post: Post,
         rrefs: RRefContext,
@@ -154,9 +154,9 @@ class Caller:
     ) -> None:
         """``distrust`` ends the link of a peer that sent something that it had no right to (from any thread, without
         waiting)."""
-        self.device, self.role, self.pool, self.post, self.rrefs = device, role, pool, post, rrefs
+        self.device, self.progress, self.pool, self.post, self.rrefs = device, progress, pool, post, rrefs
         self.pending, self.expired = outstanding.pending, outstanding.expired
-        self.futures: dict[int, object] = role.outstanding
+        self.futures: dict[int, object] = progress.outstanding
         """The calls of ``pending`` for which users hold futures."""
         self.refused = 0
         """The number of answers to calls that were made to another worker."""
@@ -164,7 +164,7 @@ class Caller:
         self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
         self._decode = self.answers.decode
         self._calls = itertools.count(1)
-        pool.finish = self._finish_all
+        progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
         self._ticking = self.timeouts.ticking
 
@@ -248,13 +248,13 @@ class Caller:
             self._ticking.set()
         if not pending.control:
             self.futures[pending.call] = pending
-            self.role.linger(now)
+            self.progress.linger(now)
 
     def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
         link = pending.link
         if link.full and not flags & CONTROL:
             # The peer has not read for a while, and as many requests are queued for it as may be.
-            room = self.role.wait_for(Room(link), pending.deadline)
+            room = self.progress.wait_for(Room(link), pending.deadline)
             if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
                 raise pending.timed_out()
         dropped = None
@@ -300,7 +300,7 @@ class Caller:
         lost = pending.link.channel.error is not None  # the handling of the loss answers the call then
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
-            self.role.interrupt()
+            self.progress.interrupt()
         elif self.expired.pop(pending.call, None) is not None and not lost:
             self.pool.submit(partial(self._bury, pending, fetch))
 
@@ -321,26 +321,26 @@ class Caller:
                     if self._complete(future, pending, answer):
                         self.rrefs.forks.made(pending)
                     pending.done = True
-                    self.role.completed()
+                    self.progress.completed()
                     return
                 # This thread reads the rings, so it must not complete a future: that may run users' code (we do not see the
                 # callbacks of ``collect_all``). The thread that waits for it does, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
                 self._forget_finished()
-                self.role.unfinished.append(pending)
-                self.role.completed()
+                self.progress.unfinished.append(pending)
+                self.progress.completed()
                 return
         pending.answers.append(answer)
         if future is None or pending.waited:
             pending.done = True
-            self.role.completed()
+            self.progress.completed()
             return
         self.pool.owe(partial(self._finish_elsewhere, pending))
 
     def _forget_finished(self) -> None:
         """Drop the answers at the front of ``unfinished`` that a thread has come for meanwhile."""
-        unfinished = self.role.unfinished
+        unfinished = self.progress.unfinished
         while unfinished:
             try:
                 head = unfinished.popleft()
@@ -353,17 +353,17 @@ class Caller:
     def _finish_elsewhere(self, pending: Pending) -> None:
         pending.done = True
         self.finish(pending)
-        self.role.completed()
+        self.progress.completed()
 
     def _finish_all(self) -> None:
-        unfinished = self.role.unfinished
+        unfinished = self.progress.unfinished
         while unfinished:
             try:
                 pending = unfinished.popleft()
             except IndexError:  # another thread was faster
                 break
             self.finish(pending)
-        self.role.completed()
+        self.progress.completed()
 
     def finish(self, pending: Pending) -> None:
         """Decode the answer of a call with a future, once, and complete the future."""
@@ -415,7 +415,7 @@ class Caller:
         """Wait for the answer of a call without a future, and decode it."""
         try:
             try:
-                answered = self.role.wait_for(pending, pending.deadline)
+                answered = self.progress.wait_for(pending, pending.deadline)
             except BaseException:
                 self.abandon(pending)
                 raise
@@ -443,7 +443,7 @@ class Caller:
             # It is being entered: where somebody has a future, soon, by the pool.
             self.expired.pop(pending.call, None)
             if pending.future is None:
-                self.role.wait_for(pending)
+                self.progress.wait_for(pending)
             return False
         pending.expired = True
         return True
@@ -492,7 +492,7 @@ class Caller:
                 self._answer(pending, error)
                 if pending.future is not None and not pending.future.has_callbacks:
                     self.finish(pending)
-        self.role.interrupt()
+        self.progress.interrupt()
         return found
 
     def stop(self) -> None:

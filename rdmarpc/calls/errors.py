@@ -1,6 +1,6 @@
 """How an exception of a function crosses: with its type, its text and the remote traceback.
 
-What goes out is a text (which the callee logs too: ``ground/failures``) and, each pickled by itself so that one that cannot be
+What goes out is a text (which the callee logs too: ``calls/failures``) and, each pickled by itself so that one that cannot be
 read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
 
 1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
@@ -16,7 +16,7 @@ import traceback
 
 import torch
 
-from ..ground.worker_info import WorkerInfo
+from ..base.worker_info import WorkerInfo
 from ..message import permits
 from ..message.script import ScriptError
 from ..transport import for_others

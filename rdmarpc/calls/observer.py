@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..links.frames import Frame
-from ..links.post import Sending
 from ..links.ring import Link
 from .pending import Answer, Pending
 
@@ -21,7 +20,7 @@ class Request(Protocol):
     call: int
 
 
-class Calling(Sending, Protocol):
+class Calling(Protocol):
     """Sees the calling side."""
 
     def begin(self) -> int:
@@ -37,7 +36,7 @@ class Calling(Sending, Protocol):
         """``decode(pending, answer)``: an answer is read back."""
 
 
-class Serving(Sending, Protocol):
+class Serving(Protocol):
     """Sees the called side."""
 
     def came(self, link: Link, frame: Frame) -> None:

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
+from ..links.polling.pool import Pool
+from ..links.polling.progress import Progress
 from ..links.table import Links
-from ..polling.pool import Pool
-from ..polling.role import Role
 from ..transport import ArenaFull, Channel, Device
 from ..transport.memory.arena import Arena, size_class
 from .callee import Callee
@@ -32,7 +32,7 @@ class Worker(Protocol):
     """A worker: the parts of it that hold memory of the arena, or wait for it."""
 
     device: Device
-    role: Role
+    progress: Progress
     pool: Pool
     links: Links
     caller: Caller
@@ -59,7 +59,7 @@ class Patience:
         try:
             return channel.pool.run(nbytes)
         except ArenaFull as full:
-            if self._agent.role.reading:
+            if self._agent.progress.reading:
                 raise
             return self._wait(channel, nbytes, deadline, full)
 
@@ -90,7 +90,7 @@ class Patience:
                 hope = now
             if now >= limit or now - hope >= _GRACE_S:
                 break
-            self._agent.role.pause(min(pause, limit - now))
+            self._agent.progress.pause(min(pause, limit - now))
             pause = min(2 * pause, _LAST_PAUSE_S)
         waited = time.monotonic() - begin
         held = [f"{what} {nbytes} bytes" for what, nbytes in self.holders().items() if nbytes]

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..ground import streams
-from ..ground.futures import Awaitable, fail
-from ..links.fetches import Fetch
+from ..base import streams
+from ..base.futures import Awaitable, fail
 from ..links.frames import Frame
 from ..links.grants import Signature
+from ..links.polling.modes import check_real
+from ..links.polling.progress import Progress
+from ..links.reads import Fetch
 from ..links.ring import Link
 from ..message.tensors import Landing
-from ..polling.modes import check_real
-from ..polling.role import Role
 from ..transport import TransferTimeout, bare
 
 Answer = Frame | Fetch | Exception
@@ -37,7 +37,7 @@ class Waiting(Protocol):
 class Asked(Protocol):
     """The side of this worker that calls, as far as its calls have to ask it."""
 
-    role: Role
+    progress: Progress
 
     @property
     def observer(self) -> Waiting | None: ...
@@ -201,7 +201,7 @@ class Future(Awaitable):
         pending.waited = True
         if not pending.answers:
             # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
-            self._caller.role.wait_for(pending)
+            self._caller.progress.wait_for(pending)
         self._caller.finish(pending)
 
     def done(self) -> bool:

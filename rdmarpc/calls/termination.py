@@ -6,52 +6,18 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 
+from ..base import here
+from ..base.futures import fail
 from ..functions import TOLD_WHO
-from ..ground import here
-from ..ground.futures import fail
-from ..group.group import Group
-from ..group.members import Members
-from ..links.connecting import Connections
-from ..links.table import Links
 from ..message import gpu
-from ..polling.pool import Pool
-from ..references.context import RRefContext
 from ..transport import NotSupported, RdmaError, TransferTimeout, fresh, kept
-from .callee import Callee
-from .observer import Recorder
-from .pending import Outstanding
 
 _LEAVE_TIMEOUT_S = 5.0
 _IDLE_POLL_S, _ROUND_PAUSE_S = 0.005, 0.05
-
-
-class Worker(here.Agent, Protocol):
-    """A worker that leaves its group: the parts of it that have to come to an end first."""
-
-    @property
-    def workers(self) -> Members: ...
-
-    @property
-    def idle(self) -> bool:
-        """Whether no user's call is outstanding here, and no function runs."""
-
-    group: Group
-    links: Links
-    connections: Connections
-    callee: Callee
-    outstanding: Outstanding
-    pool: Pool
-    rrefs: RRefContext
-    timeline: Recorder | None
-    termination: Termination
-
-
-_current: Callable[[], Worker] = here.current
 
 
 class Termination:
@@ -62,7 +28,7 @@ class Termination:
     is under way.
     """
 
-    def __init__(self, agent: Worker) -> None:
+    def __init__(self, agent: Any) -> None:
         self._agent = weakref.proxy(agent)
         self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
         self._round = 0
@@ -222,7 +188,7 @@ def _limit(deadline: float | None) -> float:
 
 
 def _report(sender: int, number: int, sent: int, answered: int) -> torch.futures.Future[bool]:
-    me = _current()
+    me = here.current()
     return me.termination.report(number, me.group.worker(sender).id, sent, answered)
 
 

@@ -187,7 +187,7 @@ def compile_kernels() -> None:
     """Have the code of all kernels on disk; shows on standard error how far it is."""
     for module in pkgutil.walk_packages(transport.__path__, f"{transport.__name__}."):
         importlib.import_module(module.name)
-    importlib.import_module("rdmarpc.polling.words")
+    importlib.import_module("rdmarpc.links.polling.steps")
     for done, kernel in enumerate(kernels, 1):
         kernel.load()
         filled = _BAR * done // len(kernels)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..ground import environment
+from ..calls import environment
 from ..transport import RdmaError
 from ..transport.gpu import driver
 from ..transport.memory.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import NoReturn
 
-from ..standing_in import children
+from ..drop_in import children
 
 USAGE = """usage: rdmarpc run [--] SCRIPT.py [arguments]
        rdmarpc run -m MODULE [arguments]

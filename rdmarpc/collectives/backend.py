@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ground import forked, here
+from ..base import forked, here
 from ..options import RpcBackendOptions
-from ..ranks.meeting import named
 from ..transport import PeerLost, RdmaError, timeouts
 from ..transport.gpu.driver import count, kind
+from .meeting import named
 from .operations import OF_GROUP, Pairwise
 from .queue import Work
 

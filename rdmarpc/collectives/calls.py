@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..ranks.engine import Engine
-from ..ranks.signature import Signature, code_of
 from ..transport import kernels
 from ..transport.exchange.streams import COPY_PAST, Fold, Plan, Span, Streams
+from .engine import Engine
+from .signature import Signature, code_of
 from .sums import Sum
 
 ONE_SHOT = 128 << 10

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from ..options import RpcBackendOptions
-from ..ranks.engine import Engine
-from ..ranks.meeting import Ranks
 from ..transport import NotSupported, RdmaError, TransferTimeout, timeouts
 from . import calls, sparse
 from .binding import written
 from .binding.forms import forms
 from .ends import Ends
+from .engine import Engine
+from .meeting import Ranks
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
 from .staging import Staging

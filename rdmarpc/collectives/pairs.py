@@ -15,14 +15,14 @@ from functools import lru_cache
 
 import torch
 
-from ..ranks.engine import aside
-from ..ranks.meeting import Ranks, cause, has_left, look
-from ..ranks.order import Orders
-from ..ranks.signature import Mismatch, Signature
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
+from .engine import aside
+from .meeting import Ranks, cause, has_left, look
+from .order import Orders
 from .queue import Work, nothing
+from .signature import Mismatch, Signature, code_of
 from .tensors import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
@@ -33,7 +33,7 @@ _SEND, _RECEIVE, _APART = "send to", "receive from", "receive apart from"
 
 @lru_cache(64)
 def _code(dtype: torch.dtype) -> int:
-    return Signature("send", dtype).code
+    return code_of(Signature("send", dtype))
 
 
 def _called(ranks: Sequence[int], peer: int) -> str:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ranks.engine import aside
-from ..ranks.order import Caller, Order, called_by, here, stamps
 from ..transport import NotSupported, TransferTimeout, fresh, timeouts
+from .engine import aside
+from .order import Caller, Order, called_by, here, stamps
 
 _IDLE_S = 5.0
 _PATIENCE_S = 30.0

@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ..ground.imports import AfterImport
+from ..base.imports import AfterImport
 
 NAME = "rdmarpc"
 _GROUPS, _RULES = "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules"

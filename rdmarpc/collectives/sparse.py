@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..ranks.engine import Engine
-from ..ranks.signature import Mismatch
 from ..transport import NotSupported
 from . import calls
+from .engine import Engine
+from .signature import Mismatch
 from .sums import sum_of
 
 

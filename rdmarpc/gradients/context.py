@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..ground.streams import Joint, use_here
+from ..base.streams import Joint, use_here
 from ..transport.memory.sole import KEPT, references
 from ..transport.peers.ended import nobody
 from .local import Pass

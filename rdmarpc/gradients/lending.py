@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..ground.streams import Joint, use_here
+from ..base.streams import Joint, use_here
 from ..transport.memory.sole import KEPT, references
 from .behind import Node, Replica, divert, replicas
 from .record import Sent

@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
-from ..ground.streams import Joint, use_here
+from ..base.streams import Joint, use_here
 from ..transport import NotSupported
 from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, refuse_late_hooks, replicas, watched
 from .graph import BEHIND, NOTHING_MORE, REENTRANT, Halted, halting, label, quieten, reach

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..polling import modes
+from ..links.polling import modes
 from .context import Context, current
 
 T = TypeVar("T")

@@ -26,16 +26,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from ..base import here
 from ..functions import TOLD_WHO
-from ..ground import here
 from ..links.frames import CONTROL
 from . import error as grad_error
 from .behind import inner_edges
-from .context import Context, Contexts
+from .context import Context
 from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
 from .record import RECEIVED, edge
@@ -46,16 +46,6 @@ _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
 _MAX_SURVEYS = 1_000  # each makes at least one node run
-
-
-class Worker(here.Agent, Protocol):
-    """The part of a worker that a backward pass uses."""
-
-    @property
-    def contexts(self) -> Contexts: ...
-
-
-_current: Callable[[], Worker] = here.current
 
 
 class Name(NamedTuple):
@@ -107,12 +97,12 @@ def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]
     return entries
 
 
-def _open(agent: Worker, context: Context, name: Name) -> Pass:
+def _open(agent: Any, context: Context, name: Name) -> Pass:
     """This worker's part of a pass. The first message of the pass makes it."""
     return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
 
 
-def _arrive(agent: Worker, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
+def _arrive(agent: Any, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
     try:
         for message, gradients in entries:
             run.arrive(worker, message, gradients)
@@ -125,7 +115,7 @@ class Wave:
     """The work that one call sets off. ``asker``: the number of the worker that waits for it. It runs on the thread that starts
     it, and on threads of the pool as answers come. Subclasses say how calls are made and what happens at the end."""
 
-    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
+    def __init__(self, agent: Any, name: Name, run: Pass, asker: int | None) -> None:
         self.agent, self.name, self.run_, self.asker = agent, name, run, asker
         self.header = _PASS.pack(*name)
         self.holders: set[int] = set()
@@ -202,7 +192,7 @@ class Wave:
 class Sprung(Wave):
     """A wave that no thread waits for: ``future`` is completed at its end, with a ``Reply`` or by its first error."""
 
-    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
+    def __init__(self, agent: Any, name: Name, run: Pass, asker: int | None) -> None:
         super().__init__(agent, name, run, asker)
         self.result: Reply | Exception | None = None
         self.future: torch.futures.Future[Reply | Exception] | None = None
@@ -269,7 +259,7 @@ class _AnyOf:
 class Driven(Wave):
     """The wave of the thread that calls ``backward``, which makes it go on."""
 
-    def __init__(self, agent: Worker, name: Name, run: Pass) -> None:
+    def __init__(self, agent: Any, name: Name, run: Pass) -> None:
         super().__init__(agent, name, run, None)
         self._calls: list[here.Call] = []
 
@@ -284,7 +274,7 @@ class Driven(Wave):
             while self._calls:
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
-                    self.agent.role.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
+                    self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
                 call = next((call for call in self._calls if call.done), self._calls[0])
                 self._calls.remove(call)
                 answer = call.result()
@@ -302,17 +292,17 @@ class Driven(Wave):
 Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 
-def _begin(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
+def _begin(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
     run, serial, oldest = context.begin_pass(agent.number, retain_graph)
     run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
     return Name(context.number, agent.number, serial, oldest, retain_graph), run
 
 
-def _located(agent: Worker, error: BaseException) -> Exception:
+def _located(agent: Any, error: BaseException) -> Exception:
     return grad_error.located(error, agent.me.id, agent.name)
 
 
-def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+def backward(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
     """Returns when all gradients are in the context, on all workers. Raises ``BackwardError``."""
     name, run = _begin(agent, context, roots, retain_graph)
     try:
@@ -334,7 +324,7 @@ def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_
 class Unattended:
     """A ``backward`` for which no thread waits. The value of ``future`` is ``None`` or the ``BackwardError``."""
 
-    def __init__(self, agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+    def __init__(self, agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
         self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
         self._agent, self._context = agent, context
         self._name, self._run = _begin(agent, context, roots, retain_graph)
@@ -379,7 +369,7 @@ class Unattended:
 # -- what is held for messages that will get no gradient
 
 
-def _settlement(agent: Worker, name: Name, run: Pass, holders: set[int]) -> Calls:
+def _settlement(agent: Any, name: Name, run: Pass, holders: set[int]) -> Calls:
     """Find out which messages can still get a gradient. Tells our own part; returns the calls that tell the other holders, and
     set off what can run there."""
     agent.contexts.surveys += 1
@@ -414,7 +404,7 @@ def _unpacked(packed: bytes) -> set[int]:
     return {number for (number,) in _HOLDER.iter_unpack(packed)}
 
 
-def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
+def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
     if worker == agent.number:
         return _survey(worker, *args)
     return agent.call_async(agent.group.worker(worker), _survey, args, None, -1.0, control=True)
@@ -423,13 +413,13 @@ def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # The functions that other workers call here. The first argument is the number of the caller.
 
 
-def _load(header: bytes) -> tuple[Worker, Context, Name]:
+def _load(header: bytes) -> tuple[Any, Context, Name]:
     name = Name(*_PASS.unpack(header))
-    agent = _current()
+    agent = here.current()
     return agent, agent.contexts.find(name.context), name
 
 
-def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
+def _load_own(sender: int, header: bytes) -> tuple[Any, Context, Name]:
     """As ``_load``, for a pass that the sender must have begun. Raises ``ForeignGradients`` if it did not."""
     agent, context, name = _load(header)
     if name.worker != sender:
@@ -440,7 +430,7 @@ def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
 
 def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Take gradients of messages that this worker sent. Answers when all that they set off is done."""
-    agent = _current()
+    agent = here.current()
     try:
         agent, context, name = _load(header)
         if sender not in context.workers:
@@ -456,7 +446,7 @@ def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
     what can run, as ``_deliver`` does."""
-    agent = _current()
+    agent = here.current()
     try:
         agent, context, name = _load_own(sender, header)
         run = _open(agent, context, name)

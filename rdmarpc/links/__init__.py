@@ -1,1 +1,2 @@
-"""The connection to each peer: frames in a ring in the peer's memory, landing places for tensors, and the order of requests."""
+"""Who is there (``group``), frames between any two (rings in the peer's memory, landing places, the order of requests), and who
+reads them (``polling``)."""

@@ -10,19 +10,10 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..group.group import Group
-from ..group.members import Record
-from ..transport import (
-    GONE,
-    AuthenticationError,
-    Channel,
-    Device,
-    PeerLost,
-    TransferTimeout,
-    fresh,
-    kept,
-)
+from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, fresh, kept
 from ..transport.peers.guard import broken_by, hint_for
+from .group.group import Group
+from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by
 from .ring import Link
 from .table import Links
@@ -41,20 +32,6 @@ _AGAIN_S = 1.0
 _HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
 
 
-class _Attempt:
-    """One attempt to connect to a worker: under way until it has a link or an error."""
-
-    __slots__ = ("error", "link")
-
-    def __init__(self) -> None:
-        self.link: Link | None = None
-        self.error: BaseException | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.link is not None or self.error is not None
-
-
 class Connections:
     """Makes the connections of one worker, and enters them in the table of links. Thread-safe."""
 
@@ -70,7 +47,8 @@ class Connections:
         """The connections of workers that were answered with ``_farewell``."""
         self._connecting: set[int] = set()
         """The numbers of the workers that are being connected to. The tables below are by these numbers too."""
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, list[Link | BaseException]] = {}
+        """The attempts to connect that are under way: each gets one entry, the link or why there is none."""
         self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
         self._failed: dict[int, tuple[float, PeerLost]] = {}
         """For each worker the last attempt that failed because it took too long: when it ended, and its error."""
@@ -87,29 +65,29 @@ class Connections:
             attempt = self._attempts.get(number)
             new = attempt is None
             if attempt is None:
-                attempt = self._attempts[number] = _Attempt()
+                attempt = self._attempts[number] = []
         job = partial(self._try, number, attempt)
         if new and not self._losses.spawn(job, "rdmarpc-connect"):
             job()
         with self._lock:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._lock.wait_for(lambda: attempt.over or number in self._links.by_worker, left)
-            link = attempt.link or self._links.by_worker.get(number)
-        if link is not None:
-            return link
-        if attempt.error is not None:
-            raise fresh(attempt.error)
+            self._lock.wait_for(lambda: attempt or number in self._links.by_worker, left)
+            found = self._links.by_worker.get(number) or next(iter(attempt), None)
+        if isinstance(found, BaseException):
+            raise fresh(found)
+        if found is not None:
+            return found
         name = self._group.name_of(number)
         raise TransferTimeout(f"worker {name} has not been connected to yet", peer=name, device=self._device.name)
 
-    def _try(self, number: int, attempt: _Attempt) -> None:
-        link, error = None, None
+    def _try(self, number: int, attempt: list[Link | BaseException]) -> None:
+        found: Link | BaseException
         try:
-            link = self._link(number)
+            found = self._link(number)
         except BaseException as reason:
-            error = kept(reason)
+            found = kept(reason)
         with self._lock:
-            attempt.link, attempt.error = link, error
+            attempt.append(found)
             del self._attempts[number]
             self._lock.notify_all()
 
@@ -128,19 +106,24 @@ class Connections:
             if error is not None and time.monotonic() - ended < _AGAIN_S:
                 raise fresh(error)
             assert record is not None
-            link = self._new_link(number)
+            pool = self._own_pool if number == self._group.number else self._device.pool()
+            try:
+                link = Link(self._device, None, number, pool)
+            except BaseException:
+                pool.close()
+                raise
             self._connecting.add(number)
         limit = time.monotonic() + self._patience
         other = self._connect(link, record)
         if other is not None:
             return other
         channel = link.channel
-        known = channel.peer_key.hex() == record.key
-        if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
+        said = channel.peer_hello if channel.peer_key.hex() == record.key else b""
+        if said.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
             self._take_leave(link, record)
-        if known and channel.peer_hello.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
+        if said.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
             return self._await_theirs(link, record, limit)
-        if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+        if said.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
             self._supersede(record)
             with self._lock:
                 self._connecting.discard(number)
@@ -159,20 +142,14 @@ class Connections:
             channel = self._device.connect(
                 record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
             )
-        except TransferTimeout:
+        except (PeerLost, TransferTimeout) as error:
             link.pool.close()
             with self._lock:
                 self._connecting.discard(number)
                 if number in self._links.by_worker:
                     return self._links.by_worker[number]
-                silent = self._silent(record)
-            raise silent from None
-        except PeerLost as error:
-            link.pool.close()
-            with self._lock:
-                self._connecting.discard(number)
-                if number in self._links.by_worker:
-                    return self._links.by_worker[number]
+                if isinstance(error, TransferTimeout):
+                    raise self._silent(record) from None
                 hint = error.hint or (ITS_OUTPUT if error.status in GONE else "")
                 why = _unreachable(record, error.message, error.status, hint)
                 if error.status not in GONE and not hint_for(error):
@@ -226,14 +203,6 @@ class Connections:
         self._links.missed(number, error)
         self._group.refresh()
         raise fresh(error)
-
-    def _new_link(self, number: int) -> Link:
-        pool = self._own_pool if number == self._group.number else self._device.pool()
-        try:
-            return Link(self._device, None, number, pool)
-        except BaseException:
-            pool.close()
-            raise
 
     def _hello(self) -> bytes:
         return _HELLO.pack(_HELLO_MAGIC, self._group.number)

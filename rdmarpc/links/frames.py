@@ -1,4 +1,4 @@
-"""Frames: kinds, flags, and the layout of the bodies of requests and answers (docs/protocols.md).
+"""Frames: kinds, flags, and the layout of the bodies of requests and answers (docs/formats.md).
 
 A message is function, payload, table and data, one after the other; the frame says how long each is. The payload of a request
 or an answer with ``HEAD`` begins with a head of fixed layout and landing places; the pickle follows, with the references in

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..ground import exits
-from ..group.group import Group
-from ..group.members import Record
-from ..polling.pool import Pool
-from ..polling.role import Role
 from ..transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, PeerLost, RdmaError
 from ..transport.peers.ended import nobody
 from ..transport.peers.guard import Guard
+from . import exits
+from .group.group import Group
+from .group.members import Record
+from .polling.pool import Pool
+from .polling.progress import Progress
 from .ring import Link
 from .table import Links
 
@@ -56,20 +56,16 @@ def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
     return lost
 
 
-class Losses:
-    """Deals with connections that end. Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all
-    that came over it was read. It returns the memory that the peer may still touch if it stopped in the middle of a copy."""
+Ended = Callable[[Link, RdmaError], list[Any]]
+"""Is called once for each link that ended, when all that came over it was read. It returns the memory that the peer may still
+touch if it stopped in the middle of a copy."""
 
-    def __init__(
-        self,
-        device: Device,
-        role: Role,
-        group: Group,
-        pool: Pool,
-        links: Links,
-        ended: Callable[[Link, RdmaError], list[Any]],
-    ) -> None:
-        self._device, self._role, self._group, self._pool = device, role, group, pool
+
+class Losses:
+    """Deals with connections that end. Thread-safe."""
+
+    def __init__(self, device: Device, progress: Progress, group: Group, pool: Pool, links: Links, ended: Ended) -> None:
+        self._device, self._progress, self._group, self._pool = device, progress, group, pool
         self._links, self._ended = links, ended
         self.kept: list[tuple[Channel, list[Any]]] = []
         """The memory that a peer may still touch because it stopped in the middle of a copy, with its channel."""
@@ -90,7 +86,7 @@ class Losses:
     def refuse(self, link: Link, error: RdmaError) -> None:
         """End a link whose data cannot be trusted (holder of the polling role)."""
         self._links.forget_row(link)
-        self._apart(partial(self.cut_off, link, error))
+        self.distrust(link, error)
 
     def distrust(self, link: Link, error: RdmaError) -> None:
         """As ``refuse``, from any thread."""
@@ -145,7 +141,7 @@ class Losses:
         if link.channel.peer_copies:
             self.kept.append((link.channel, [link, *touched]))
         self._links.gone_rows.append(link)
-        self._role.poller.kick()
+        self._progress.poller.kick()
         record = self._group.workers.record(link.worker)
         if self._group.dynamic and record is not None:
             known = bool(link.goodbye[0]) or error.status in _OF_ITS_PROCESS
@@ -155,9 +151,9 @@ class Losses:
 
     def _read_out(self, link: Link) -> None:
         """Have the frames read that came before the connection ended: answers, mostly."""
-        limit, poller = time.monotonic() + _READ_OUT_S, self._role.poller
+        limit, poller = time.monotonic() + _READ_OUT_S, self._progress.poller
         # In this order: what is read no more is being handled until the thread that took it holds nothing.
-        while (poller.unread(link.row) or self._role.holding) and time.monotonic() < limit:
+        while (poller.unread(link.row) or self._progress.holding) and time.monotonic() < limit:
             poller.kick()
             time.sleep(_READ_OUT_POLL_S)
 
@@ -175,8 +171,4 @@ class Losses:
 
     def close(self) -> None:
         """At the end of this worker, forget all callbacks."""
-        self._ended, self.at_once = _nothing_touched, nobody
-
-
-def _nothing_touched(link: Link, error: RdmaError) -> list[Any]:
-    return []
+        self._ended, self.at_once = lambda link, error: [], nobody

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from ..message.tensors import Memory, Outgoing
 from ..transport import PeerLost
-from . import bulks
-from .bulks import Keeper
+from . import reads
 from .frames import BULK
 from .ring import MAX_BODY, Link
-
-
-class Sending(Protocol):
-    """Looks at what is sent: see ``calls``' observers."""
-
-    def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
-        """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
 
 
 class Post:
@@ -26,7 +18,8 @@ class Post:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.observer: Sending | None = None
+        self.observer: Any = None
+        """Told of every call, on both sides (``observe/calls``), while a timeline is recorded."""
 
     def send(
         self,
@@ -37,17 +30,18 @@ class Post:
         out: Outgoing,
         function: bytes,
         payload: bytes,
-        keeper: Keeper | None,
+        keeper: Any,
         dropped: Callable[[], None] | None = None,
     ) -> None:
         """Send a frame; it is queued where the peer's ring is full (``Link.post``, also for ``dropped``). A body too large for
-        a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keeper`` keeps it alive."""
+        a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keeper`` (the call, or ``reads.Kept``) keeps it
+        alive, and says until when memory may be waited for."""
         if self.observer is not None:
             self.observer.packed(kind, flags, out, len(payload))
         table, data, tensors = out.table, out.data, out.tensors
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             deadline = None if keeper is None else keeper.deadline
-            payload, bulk = bulks.leave((function, payload, table, data), tensors, self.memory, link, deadline)
+            payload, bulk = reads.leave((function, payload, table, data), tensors, self.memory, link, deadline)
             function, table, data, tensors = b"", b"", b"", 0
             flags |= BULK
             if keeper is not None:

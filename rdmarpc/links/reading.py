@@ -6,11 +6,12 @@ import struct
 import time
 from collections.abc import Callable
 
-from ..polling.role import Role
 from ..transport import Poller, RdmaError
+from ..transport.peers.ended import nobody
 from ..transport.peers.guard import Guard, broken_by
 from .frames import GOODBYE, WRAP, Frame, NotTheirs
 from .losses import Losses
+from .polling.progress import Progress
 from .ring import Link
 from .table import Links
 
@@ -23,21 +24,23 @@ def _goodbye(link: Link, frame: Frame) -> None:
     link.goodbye = raised.decode(errors="replace"), words.decode(errors="replace")
 
 
-def _nobodys(link: Link, frame: Frame) -> None:
-    """Drop a frame. The handler of the kinds that ``Link.read`` handles itself, and of all kinds after ``Reading.close``."""
-
-
 class Reading:
     """Reads the frames of one worker's peers. Only the holder of the polling role calls ``read``. ``resume(link)`` is called
     after frames were read from a peer of which requests are held."""
 
     def __init__(
-        self, links: Links, losses: Losses, role: Role, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
+        self,
+        links: Links,
+        losses: Losses,
+        progress: Progress,
+        device: str,
+        resume: Callable[[Link], None],
+        takes: dict[int, Handler],
     ) -> None:
         """``takes``: the handlers, by kind of frame."""
-        self._links, self._losses, self._rows, self._completed = links, losses, links.rows, role.completed
+        self._links, self._losses, self._rows, self._completed = links, losses, links.rows, progress.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
-        self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
+        self.handlers: list[Handler] = [nobody] * (WRAP + 1)
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():
             self.handlers[kind] = handler
 
@@ -83,4 +86,4 @@ class Reading:
 
     def close(self) -> None:
         """Drop all frames that are read from now on."""
-        self.handlers = [_nobodys] * (WRAP + 1)
+        self.handlers = [nobody] * (WRAP + 1)

@@ -17,7 +17,7 @@ no thread ever waits for room in a peer's ring, and only ``CREDIT`` overtakes th
   ``crowded``: requests of this peer, and of no other, are then not begun but ``held``. The queue grows only by the answers of
   functions that run already. A peer that reads nothing sees no credit either, so it can send one ring of requests more; one
   that reads slowly may have as many held as it has calls outstanding, and keeps a record of each itself.
-* Held requests wait for the peer's reader of rings, or for data of theirs that it sends (``fetches``), and for nothing else: no
+* Held requests wait for the peer's reader of rings, or for data of theirs that it sends (``reads``), and for nothing else: no
   function, and no ring of another peer. So two workers that flood each other both go on.
 
 Invariants: (1) bytes ``[written, written + n)`` are free at the peer before they are written: ``written + n - credit <=
@@ -32,12 +32,11 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window, fresh
 from ..transport.memory.arena import RINGS, Pool
 from ..transport.peers.guard import broken_by
-from .fetches import Held
 from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
 from .grants import Grants
 
@@ -56,6 +55,7 @@ _HEADER_BYTES = _HEADER.size
 
 
 _new_frame = tuple.__new__
+_AT_ONCE = 2  # READs of held requests: one is under way while the request of the other begins
 
 
 class Queued(NamedTuple):
@@ -64,6 +64,69 @@ class Queued(NamedTuple):
     frame: tuple[int, int, int, int, bytes, bytes, bytes, bytes]
     nbytes: int
     dropped: Callable[[], None] | None
+
+
+class Held:
+    """The requests (``reads.Fetch``) of one peer that are not begun yet, in order. Thread-safe, never blocks."""
+
+    __slots__ = ("_entries", "_lock", "_under_way", "_unread", "any", "ever", "reading")
+
+    def __init__(self) -> None:
+        self._entries: deque[Any] = deque()
+        self._unread: deque[Any] = deque()
+        self._under_way = 0
+        self.reading = 0
+        """How many READs are on their way, and so have the memory that they need."""
+        self._lock = threading.Lock()
+        self.any = False
+        """Whether there are some: those that come go behind them."""
+        self.ever = 0
+        """How many there were."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Any) -> None:
+        with self._lock:
+            self._entries.append(request)
+            if not request.ready:
+                self._unread.append(request)
+            self.any = True
+            self.ever += 1
+
+    def next_to_read(self) -> Any:
+        """The next request with data to READ, if its READs may start now; else ``None``. The caller then has to call
+        ``over``."""
+        with self._lock:
+            if not self._unread or self._under_way >= _AT_ONCE:
+                return None
+            self._under_way += 1
+            return self._unread.popleft()
+
+    def over(self) -> None:
+        """Note that the READs of a request have ended: its data is here, or never will be."""
+        with self._lock:
+            self._under_way -= 1
+
+    def reads(self, more: int) -> None:
+        """Count a READ that has begun (1), or ended (-1)."""
+        with self._lock:
+            self.reading += more
+
+    def take(self) -> Any:
+        """Take out the first request, if it is ready; else ``None``."""
+        with self._lock:
+            if not self._entries or not self._entries[0].ready:
+                return None
+            found = self._entries.popleft()
+            self.any = bool(self._entries)
+            return found
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._unread.clear()
+            self.any = False
 
 
 class Link:

@@ -9,10 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from ..group.group import Group
-from ..group.members import Record
 from ..transport import Channel, Poller, RdmaError
 from ..transport.peers.ended import nobody
+from .group.group import Group
+from .group.members import Record
 from .ring import RING, Link
 
 

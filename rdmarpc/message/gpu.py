@@ -25,14 +25,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..ground.device_maps import Targets
-from ..ground.streams import Streams
+from ..base.streams import Streams
 from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
 from ..transport.gpu import driver
 from ..transport.gpu.ipc import Exports, Imports, imports_of
 from ..transport.gpu.slots import Borrowed, Lent
 from ..transport.peers.guard import Guard
 from . import layout
+from .device_maps import Targets
 from .incoming import landed_on_gpu
 
 _GROUP = struct.Struct("<QIIHHH")  # sender, slot, generation, index at the sender, index at the receiver, tensors

@@ -47,7 +47,7 @@ _VALUES = {
     "torch._utils": ("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_tensor_v2"),
     "torch.serialization": ("_get_layout",),
     "rdmarpc.graph.servers.bundle": ("Bundle",),
-    "rdmarpc.ground.worker_info": ("WorkerInfo",),
+    "rdmarpc.base.worker_info": ("WorkerInfo",),
     "rdmarpc.message.incoming": ("in_parts", "landed", "landed_on_gpu"),
     "rdmarpc.message.gpu": ("_from_host",),
     "rdmarpc.message.reducers": (
@@ -68,7 +68,7 @@ _PLAIN = {"torch": ("Size", "device"), "builtins": ("complex",)}
 _KINDS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _OWNERS = ("_VariableFunctionsClass", "TensorBase")
 _CALLED = {
-    "rdmarpc.group.gather": ("_bring", "_hand_out"),
+    "rdmarpc.gather": ("_bring", "_hand_out"),
     "rdmarpc.message.gpu": ("probe",),
     "rdmarpc.gradients.waves": ("_deliver", "_settle", "_survey"),
     "rdmarpc.optim.local": ("create", "load_state_dict", "state_dict", "step"),

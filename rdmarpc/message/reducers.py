@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ..ground import device_maps
-from . import gpu, permits
+from . import device_maps, gpu, permits
 from .layout import bare, travels
 
 _OF_SCRIPTS = "torch._jit_internal"

@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..ground import device_maps
-from . import gpu, permits, reducers, unpicklable
+from . import device_maps, gpu, permits, reducers, unpicklable
 from .incoming import beside, in_parts, landed
 from .layout import travels
 

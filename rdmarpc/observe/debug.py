@@ -18,12 +18,12 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from ..base import forked, here
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..calls.callee import SERVE
 from ..calls.pending import Pending
 from ..calls.profiled import name_of
-from ..ground import forked, here
 from ..links.ring import RING_BYTES, Link
 
 _SHOWN = 20

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from .. import autograd
+from ..base.futures import fail
+from ..base.streams import use_here
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
 from ..gradients.lending import undisturbed
 from ..graph.servers.updates import hyperparameters
-from ..ground.futures import fail
-from ..ground.streams import use_here
 from ..message import permits
 from ..references.handle import RRef, fork_of
 from ..transport import NotSupported, bare

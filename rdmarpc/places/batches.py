@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..transport import RdmaError
+from . import ring
+from .stream import streams
+
 MOST = 1 << 16
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 
 
 def checked(chunks: int) -> int:
@@ -40,10 +45,12 @@ def forward_backward(
     ``loss_fn(model(x_i))``. With a ``loss_fn`` that is a mean over samples this is the mean over the batch. What looks at a
     whole batch (batch norm) sees micro-batches.
 
-    Operations are posted in this order: ``"gpipe"`` all forwards, then all backwards, so workers idle least, and each holds
-    what all micro-batches need for their backward; ``"1f1b"`` a backward as soon as one micro-batch more than the model has
-    ``stages`` (places) is under way, so what workers hold does not grow with ``chunks``. Bits are the same. Stages that go
-    round the workers are interleaved by their placement.
+    Operations are posted in this order: ``"gpipe"`` all forwards, then all backwards, and each worker holds what all
+    micro-batches need for their backward; ``"1f1b"`` a backward as soon as one micro-batch more than the model has ``stages``
+    (places) is under way, so what workers hold does not grow with ``chunks``. Workers run them in that order.
+    ``"zero_bubble"`` posts as ``"gpipe"``, and workers run first what another one waits for; while they would idle, gradients
+    of weights, and, where the parts of a model go round the workers, another micro-batch (``scoreboard.py``). Bits are those of
+    the other schedules.
 
     Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss,
     where it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
@@ -54,17 +61,32 @@ def forward_backward(
         pieces = _Pieces(args, kwargs, target, checked(chunks))
         count = len(pieces.sizes)
         losses: list[torch.Tensor] = []
-        for forward, at in actions(count, count if schedule == "gpipe" else min(count, stages + 1)):
-            if forward:
-                losses.append(pieces.loss(model, loss_fn, at))
-            else:
-                losses[at].backward()
-                losses[at] = losses[at].detach()  # what its graph holds is free
+        with looking_ahead() if schedule == "zero_bubble" else nullcontext():
+            for forward, at in actions(count, min(count, stages + 1) if schedule == "1f1b" else count):
+                if forward:
+                    losses.append(pieces.loss(model, loss_fn, at))
+                else:
+                    losses[at].backward()
+                    losses[at] = losses[at].detach()  # what its graph holds is free
         pieces.return_gradients()
     total = losses[0]
     for loss in losses[1:]:
         total = total + loss
     return total
+
+
+@contextmanager
+def looking_ahead() -> Iterator[None]:
+    """Have workers run what is posted meanwhile as soon as what it needs is there."""
+    told = streams()
+    for stream in told:
+        stream.post([ring.AHEAD, 1])
+    try:
+        yield
+    finally:
+        for stream in told:
+            with suppress(RdmaError):  # a lost worker was named where it was asked for something
+                stream.post([ring.AHEAD, -1])
 
 
 def actions(count: int, ahead: int) -> list[tuple[bool, int]]:

@@ -1,6 +1,6 @@
 """Checkpoints in the format of ``torch.distributed.checkpoint``, of models whose tensors lie anywhere.
 
-This process writes and reads all of it: what lies at workers is copied home for that. So any program reads the folder with
+Each worker writes and reads what lies there (``owners.py``), if it sees the folder. Any program reads the folder with
 ``torch.distributed.checkpoint.load`` into the model alone. DCP is imported when it is used: that takes a second.
 """
 
@@ -20,12 +20,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from .tensor import at_place, bring_home, place_of
+from .stream import Stream
+from .tensor import bring_home, make_empty, place_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 _RNG = "rng"
+_library = torch.library.Library("rdmarpc", "FRAGMENT")
+_library.define("write_part(Tensor[] tensors, Tensor told) -> Tensor")
+_library.define("read_part(Tensor(a!)[] tensors, Tensor told) -> Tensor")
+
+
+def _write_part(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
+    from . import owners
+
+    return owners.write(tensors, told)
+
+
+def _read_part(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
+    from . import owners
+
+    return owners.read(tensors, told)
+
+
+_library.impl("write_part", _write_part, "CompositeExplicitAutograd")
+_library.impl("read_part", _read_part, "CompositeExplicitAutograd")
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -39,6 +59,8 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     """
     import torch.distributed.checkpoint as dcp
 
+    from .owners import Writer
+
     folder = Path(folder).absolute()
     draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     names = _names(state)
@@ -47,7 +69,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
         draft.mkdir(parents=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that torch.distributed is not used
-            dcp.save(content, checkpoint_id=str(draft), no_dist=True)
+            dcp.save(content, storage_writer=Writer(str(draft)), no_dist=True)
         _swap(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -62,13 +84,15 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     ``ValueError`` for an optimizer with other groups than in the checkpoint."""
     import torch.distributed.checkpoint as dcp
 
+    from .owners import Reader
+
     place = str(Path(folder).absolute())
-    metadata = dcp.FileSystemReader(place).read_metadata()
+    metadata = Reader(place).read_metadata()
     names = _names(state)
     content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(content, checkpoint_id=place, no_dist=True)
+        dcp.load(content, storage_reader=Reader(place), no_dist=True)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, names, content[key])
@@ -99,32 +123,40 @@ def _names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _content(value: Any, names: Mapping[int, str]) -> Any:
-    """What is saved of it, all of it here."""
+    """What is saved of it, as it lies."""
     if isinstance(value, torch.optim.Optimizer):
-        found = {names[id(p)]: bring_home(dict(value.state[p])) for p in _parameters(value) if value.state.get(p)}
-        return {"state": found, "param_groups": bring_home(_groups(value, names))}
-    return bring_home(value.state_dict() if hasattr(value, "state_dict") else value)
+        found = {names[id(p)]: dict(value.state[p]) for p in _parameters(value) if value.state.get(p)}
+        return {"state": found, "param_groups": _groups(value, names)}
+    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) -> Any:
-    """Where DCP loads it to. Of an optimizer: as much as the checkpoint has of these parameters."""
+    """Where DCP loads it to. Of an optimizer: as much as the checkpoint has of these parameters, where each of them lies."""
     if not isinstance(value, torch.optim.Optimizer):
-        return _content(value, names)
+        return value.state_dict() if hasattr(value, "state_dict") else bring_home(value)
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] == key}
     if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
         raise ValueError(f"optimizer {key!r} has fewer groups than in the checkpoint")
-    wanted = {names[id(parameter)] for parameter in _parameters(value)}
+    places = {names[id(parameter)]: place_of(parameter) for parameter in _parameters(value)}
     found: dict[str, dict[str, Any]] = {}
     for name, path in paths.items():
-        if len(path) == 4 and path[1] == "state" and path[2] in wanted:
+        if len(path) == 4 and path[1] == "state" and path[2] in places:
             stored = metadata.state_dict_metadata[name]
             room = None
             if isinstance(stored, TensorStorageMetadata):
-                room = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                room = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+                room = _empty(room, None if path[3] == "step" else places[path[2]])  # torch counts steps here
             found.setdefault(path[2], {})[path[3]] = room
     return {"state": found, "param_groups": bring_home(_groups(value, names))}
+
+
+def _empty(like: torch.Tensor, place: Stream | None) -> torch.Tensor:
+    """As large as ``like``, at a place."""
+    if place is None:
+        return torch.empty_like(like, device="cpu")
+    return make_empty(place, tuple(like.shape), like.stride(), like.dtype)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -143,11 +175,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], 
     numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     states = {numbers[name]: entries for name, entries in found["state"].items()}
     optimizer.load_state_dict({"state": states, "param_groups": numbered})
-    for parameter, entries in optimizer.state.items():
-        place = place_of(parameter)
-        for name, value in entries.items() if place is not None else ():
-            if isinstance(value, torch.Tensor) and name != "step":  # torch counts steps here
-                entries[name] = at_place(value, place)
 
 
 def _generators() -> dict[str, Any]:

@@ -125,7 +125,8 @@ class Operator:
         self.composite = has_kernel(self.name, "CompositeImplicitAutograd") and not has_kernel(self.name, "CPU")
         """Made of others: it comes here as itself only where autograd is out of the way (inference mode)."""
         own = self.name.replace("::", "/")
-        self.in_python = any(f"{own}/{key}" in torch.library._impls for key in ("CPU", "CompositeExplicitAutograd"))
+        in_python = any(f"{own}/{key}" in torch.library._impls for key in ("CPU", "CompositeExplicitAutograd"))
+        self.in_python = in_python and space != "rdmarpc"
         """Registered from Python (``torch.library``): workers do not know it, and it is made of operators that they know."""
         aliased = any(r.alias_info is not None for r in returns)
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)

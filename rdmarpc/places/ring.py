@@ -9,6 +9,7 @@ The caller composes words in a local mirror and writes each batch through (``tra
 
 Two words come back, in memory of the caller that the worker writes: ``DONE``, how many words of the ring have been run and
 given back, ever; the worker puts it before it sleeps, when an eighth of the ring was run, and every ``TOLD_S`` in between.
+Where messages run in another order than that of the posts (``scoreboard.py``), it counts up to the first that has not been run.
 
 Invariants: (1) words ``[written, written + n)`` are free at the worker before they are written: ``written + n - done <=
 RING_WORDS``; (2) one thread at a time writes (the stream's lock), one reads (the stream's thread); (3) the words of a batch are
@@ -28,8 +29,8 @@ from ..transport import Channel, RemoteRegion, TransferTimeout, Window, kernels
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
-OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_GRAPHS = range(17)
-PROGRAM, REPLAY, RENAME = _GRAPHS
+OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_MORE = range(18)
+PROGRAM, REPLAY, RENAME, AHEAD = _MORE
 """Kinds of messages; ``worker.py`` says what each is made of."""
 WORD = 8
 _packers = [struct.Struct(f"<{count}q") for count in range(256)]

@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
+from ..base import here
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..ground import here
 from ..transport import NotSupported, RdmaError
 from .worker import Runner
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from ..base import forked, here
+from ..base.worker_info import WorkerInfo
 from ..calls import agent as _agent
-from ..ground import forked, here
-from ..ground.worker_info import WorkerInfo
 from ..transport import RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room

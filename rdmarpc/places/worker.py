@@ -21,6 +21,7 @@ PROGRAM     new name, counts of two lists of pairs, those pairs (position, value
 REPLAY      program, first new name, values: run its messages, with the first name added to what the first list of pairs has
             put where that says, and one of the values where the second list says
 RENAME      pairs of names: the first one's tensor is the second one's from now on
+AHEAD       1 or -1: from now on, or no more, messages are run as soon as what they need is there (``scoreboard.py``)
 LAST        the stream ends
 ==========  ==========================================================================================================
 
@@ -48,14 +49,18 @@ from . import observing, ring
 from .autocast import inside
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
 from .gpus import at_device
+from .operators import operator
 from .plain import decode, dump_error, encode, load
 from .programs import Program
+from .scoreboard import Entry, Scoreboard
 
 REPLY_BYTES = 1 << 16
 _FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
 HEAD_BYTES = 64
 _FINE, _VOID = 0, 1
 _END_S = 5.0
+_GLANCE_NS = 100_000
+"""So long a worker that looks ahead waits for one copy before it looks for others."""
 _SHOWN = {
     ring.OPERATION: "an operation",
     ring.ASK: "an operation",
@@ -82,13 +87,15 @@ class Void:
 class Signature:
     """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are.
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
-    for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for."""
+    for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for.
+    ``writes``: whether it writes an operand."""
 
-    __slots__ = ("expected", "func", "grad", "keywords", "name", "takes")
+    __slots__ = ("expected", "func", "grad", "keywords", "name", "takes", "writes")
 
     def __init__(self, told: tuple[Any, ...], metas: dict[int, Geometry], device: torch.device) -> None:
         self.name, takes, keywords, self.grad = told
-        self.func = at_device(_overload(self.name), device)
+        overload = _overload(self.name)
+        self.func, self.writes = at_device(overload, device), bool(operator(overload).written)
         self.takes = [_taken(each, device) for each in takes]
         self.keywords = [(key, _taken(each, device)) for key, each in keywords]
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
@@ -140,6 +147,9 @@ class Runner:
         """The batch that is run, the position of its first word in the ring, and of the message in it."""
         self._line: tuple[observing.Line, int] | None = None
         """The timeline that is recorded, and this stream's track in it."""
+        self._ahead = 0
+        self._board = Scoreboard(self._arrived)
+        """Messages that may run in another order, while ``_ahead``."""
 
     def open(self, reply: bytes, done: bytes, notify: int) -> tuple[bytes, int]:
         """Take the caller's memory for answers and progress; returns the ring's descriptor and its notification number."""
@@ -169,6 +179,7 @@ class Runner:
             ring.PROGRAM: self._program,
             ring.REPLAY: self._replay,
             ring.RENAME: self._rename,
+            ring.AHEAD: self._look_ahead,
         }
         self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
         self.thread.start()
@@ -214,28 +225,39 @@ class Runner:
             del self._serving, self._reaching, self.ring, self._ring_memory, self._reply_window, self._done_window
 
     def _loop(self) -> None:
-        reader = self.ring
+        reader, board = self.ring, self._board
         while not self.stopped:
             if not reader.look():
+                if board:
+                    self._run_next()
+                    continue
                 self._batch = []
                 self._tell()
                 if not reader.wait():
                     self.channel.check()
                     continue
-            self._start, self._at = reader.read, 0
-            self._batch = words = reader.take()
-            line = None if observing.line is None else self._track(observing.line)
-            at, end = 0, len(words)
-            while at < end:
-                head = words[at]
-                if head & 255 == ring.LAST:
-                    self.stopped = True
-                    break
-                self._at = at
-                self._message(words, at, line)
-                at += head >> 8
+            self._take_batch()
             if reader.read - self._told > ring.RING_WORDS // 8 or time.monotonic() - self._told_at > ring.TOLD_S:
                 self._tell()
+
+    def _take_batch(self) -> None:
+        start, words = self.ring.read, self.ring.take()
+        self._start, self._at, self._batch = start, 0, words
+        line = None if observing.line is None else self._track(observing.line)
+        at, end = 0, len(words)
+        while at < end:
+            if self._ahead and self._put_off(words, at, start):
+                at += words[at] >> 8
+                continue
+            while self._board:  # what may not be put off sees all that was posted before
+                self._run_next()
+            head = words[at]
+            if head & 255 == ring.LAST:
+                self.stopped = True
+                break
+            self._start, self._at, self._batch = start, at, words
+            self._message(words, at, line)
+            at += head >> 8
 
     def _message(self, words: list[int], at: int, line: tuple[observing.Line, int] | None) -> None:
         try:
@@ -251,6 +273,69 @@ class Runner:
     @property
     def _position(self) -> int:
         return self._start + self._at
+
+    # -- looking ahead
+
+    def _look_ahead(self, words: list[int], at: int) -> None:
+        self._ahead += words[at]
+
+    def _put_off(self, words: list[int], at: int, start: int) -> bool:
+        """Whether a message may be run later; it will be. Names whose numbers differ in the last 20 bits are of one post."""
+        kind = words[at] & 255
+        reads: list[int] = []
+        if kind == ring.OPERATION:
+            found = self.signatures.get(words[at + 1])
+            if found is None:
+                return False
+            reads, writes = [name >> 20 for name in self._names(found, words, at + 3)], [words[at + 2] >> 20]
+            if found.writes:
+                reads, writes = [], writes + reads
+        elif kind == ring.SEND:
+            reads, writes = [words[at + 1] >> 20], [-words[at + 4]]
+        elif kind == ring.LAND:
+            writes = [words[at + 1] >> 20, -words[at + 3]]
+        elif kind == ring.FREE:
+            writes = [name >> 20 for name in words[at + 1 : at + (words[at] >> 8)]]
+        else:
+            return False
+        region = words[at + 3] if kind == ring.LAND and words[at + 3] in self.sources else None
+        self._board.add(Entry(words, at, start, region), reads, writes, kind == ring.SEND)
+        return True
+
+    def _arrived(self, region: int) -> bool:
+        channel, notify = self.sources[region]
+        return channel.error is not None or kernels.load(channel.count(notify).record) > self.arrived[region]
+
+    def _run_next(self) -> None:
+        """Run one of the messages that were put off. Waits, for a short time, if all of them wait for copies."""
+        entry = self._board.next()
+        if entry is None:
+            region, entry = next(iter(self._board.landings.items()))
+            self._start, self._at, self._batch = entry.start, entry.at, entry.words
+            channel, notify = self.sources[region]
+            record = channel.count(notify).record
+            kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, channel.port)
+            if self.stopped:
+                raise PeerLost("the stream ends", peer=self.channel.peer)
+            self.channel.check()
+            return
+        self._run_entry(entry)
+        self._board.ran(entry)
+        if self.void is not None:
+            self._run_in_order()
+
+    def _run_entry(self, entry: Entry) -> None:
+        self._start, self._at, self._batch = entry.start, entry.at, entry.words
+        self._message(entry.words, entry.at, None if observing.line is None else self._track(observing.line))
+
+    def _run_in_order(self) -> None:
+        """An operation has failed. What was posted before it is run, and may turn out to have failed first."""
+        first = self.void
+        for entry in self._board.in_order():
+            self.void = None if first is not None and entry.position < first.position else first
+            self._run_entry(entry)
+            first = self.void or first
+        self.void = first
 
     # -- seeing it
 
@@ -297,8 +382,9 @@ class Runner:
         )
 
     def _tell(self) -> None:
-        if self._told != self.ring.read:
-            self._told, self._told_at = self.ring.read, time.monotonic()
+        run = self._board.oldest.start if self._board else self.ring.read
+        if self._told != run:
+            self._told, self._told_at = run, time.monotonic()
             _WORD.pack_into(self._done, 0, self._told)
             self._done_window.put(0, 8)
 
@@ -428,14 +514,17 @@ class Runner:
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
         """(name, tensor as it was made) of all operands that are not void."""
-        found: list[tuple[int, torch.Tensor]] = []
+        found = [(name, self.values.get(name)) for name in self._names(signature, words, at)]
+        return [(name, tensor) for name, tensor in found if isinstance(tensor, torch.Tensor)]
+
+    def _names(self, signature: Signature, words: list[int], at: int) -> list[int]:
+        """The names of all operands, with their words from ``at`` on."""
+        found: list[int] = []
 
         def walk(argument: tuple[str, Any], at: int) -> int:
             kind, value = argument
             if kind == "w":
-                tensor = self.values.get(words[at])
-                if isinstance(tensor, torch.Tensor):
-                    found.append((words[at], tensor))
+                found.append(words[at])
                 return at + 2
             if kind == "l":
                 for each in value:

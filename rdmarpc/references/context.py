@@ -64,7 +64,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..ground import streams
+from ..base import streams
 from ..links.frames import NotTheirs
 from ..message import serialize
 from ..transport.peers.ended import nobody

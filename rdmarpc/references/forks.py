@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from weakref import ref
 
-from ..ground.here import Call
+from ..base.here import Call
 from ..links.frames import NotTheirs
 from ..transport import PeerLost, RdmaError
 from .mail import CHILD, FORK

@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..base import here
+from ..base.futures import Awaitable, fail, mapped
+from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
 from ..gradients import error as grad_error
 from ..gradients import waves
 from ..gradients.context import current as current_context
 from ..gradients.implicit import Fetched
 from ..gradients.roots import check_types, referenced_scalar, scalars
-from ..ground import here
-from ..ground.futures import Awaitable, fail, mapped
-from ..ground.worker_info import WorkerInfo
 from ..internal import taken_apart
 from ..links.frames import CONTROL
 from ..message import serialize
 from ..message.incoming import landed_reference
 from ..transport import PeerLost, bare, fresh
-from .context import RRefContext
-from .forks import Created, Fork, Garbage
+from .forks import Created, Fork
 from .proxy import Proxy, call_of
 from .store import id_text
 
 T = TypeVar("T")
 _NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 _EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
-
-
-class Worker(waves.Worker, Protocol):
-    """The part of a worker that its handles use."""
-
-    @property
-    def rrefs(self) -> RRefContext: ...
-
-    @property
-    def garbage(self) -> Garbage: ...
-
-    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
-        """Have ``to`` call a function and keep the result. Returns the reference to the result."""
-
-
-_current: Callable[[], Worker] = here.current
-_require: Callable[[str], Worker] = here.require
 
 
 class RRef(Generic[T]):
@@ -57,13 +38,13 @@ class RRef(Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
-    _agent: Worker
+    _agent: Any
     _asked: torch.futures.Future[type] | None
     _fork: Fork
     _type: type | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        agent = _require(_NO_AGENT)
+        agent = here.current(_NO_AGENT)
         if agent.garbage:
             agent.rrefs.collect()
         self._agent, self._fork = agent, agent.rrefs.own(value)
@@ -261,7 +242,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def _deserialize(cls, data: tuple[int, int, int, int]) -> RRef[Any]:
-        agent = _current()
+        agent = here.current()
         return over(agent, agent.rrefs.claim(*data))
 
     def __reduce__(self) -> Any:
@@ -271,7 +252,7 @@ class RRef(Generic[T]):
 # For other parts of this package: they are no part of what users may do with a handle.
 
 
-def over(agent: Worker, fork: Fork) -> RRef[Any]:
+def over(agent: Any, fork: Fork) -> RRef[Any]:
     """The handle of a fork."""
     handle: RRef[Any] = RRef.__new__(RRef)
     handle._agent, handle._fork = agent, fork
@@ -342,7 +323,7 @@ def _reduce(handle: RRef[Any], pickler: Any) -> Any:
 
 
 def _receive(index: int) -> RRef[Any]:
-    return over(_current(), landed_reference(index))
+    return over(here.current(), landed_reference(index))
 
 
 serialize.register_reducer(RRef, _reduce)
@@ -352,7 +333,7 @@ serialize.register_reducer(RRef, _reduce)
 
 
 def _fetch(rref: int) -> Any:
-    return _current().rrefs.found(rref)
+    return here.current().rrefs.found(rref)
 
 
 _fetch._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
@@ -362,7 +343,7 @@ _fetch._asked_by = "to_here"  # type: ignore[attr-defined]
 
 def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
     """Run the backward pass of a value here. The future's value is ``None`` or the packed error."""
-    agent = _current()
+    agent = here.current()
     done: torch.futures.Future[bytes | None] = torch.futures.Future()
 
     value = agent.rrefs.future(rref)
@@ -410,10 +391,10 @@ def _bring(handles: list[RRef[Any]], retain_graph: bool, gradients: list[torch.T
 
 def _accumulate(rrefs: tuple[int, ...], retain_graph: bool, *gradients: torch.Tensor) -> None:
     """A backward pass from values here into ``.grad``."""
-    values = [_current().rrefs.future(rref).wait() for rref in rrefs]
+    values = [here.current().rrefs.future(rref).wait() for rref in rrefs]
     torch.autograd.backward(values, list(gradients), retain_graph=retain_graph)
 
 
 @async_execution
 def _type_of(rref: int) -> torch.futures.Future[type]:
-    return mapped(_current().rrefs.future(rref), type)
+    return mapped(here.current().rrefs.future(rref), type)

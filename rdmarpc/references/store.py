@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ..ground import streams
-from ..ground.futures import Value, fail
-from ..ground.streams import Mark
+from ..base import streams
+from ..base.futures import Value, fail
+from ..base.streams import Mark
 from ..links.frames import NotTheirs
 from ..transport import PeerLost, RdmaError
 from .mail import ACCEPT, PROBE, REFUSE

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..graph.servers.layout import dense
-from ..ground.advice import warn
 from ..places.tensor import RemoteTensor
 from ..transport import NotSupported
+from .advice import warn
 from .parameter import ServedParameter
 
 _OWN = 2

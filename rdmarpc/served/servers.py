@@ -18,9 +18,9 @@ from ..graph.servers.bundle import GRADIENT, WEIGHT, Bundle, Edge
 from ..graph.servers.errors import WorkerError
 from ..graph.servers.layout import dense
 from ..graph.servers.trainer import Half, Trainer, gradient_note
-from ..ground.dropped import Dropped
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
+from .dropped import Dropped
 from .left import Left
 from .parameter import Watch
 

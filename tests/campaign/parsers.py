@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rdmarpc.base.worker_info import WorkerInfo
 from rdmarpc.calls import errors
 from rdmarpc.graph.servers.header import Header
-from rdmarpc.ground.worker_info import WorkerInfo
-from rdmarpc.group.members import Record
+from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import layout, serialize, tensors
 from rdmarpc.message.tensors import load_places

@@ -61,6 +61,6 @@ def test_an_earlier_run_that_cannot_be_read_ends_the_program_before_it_measures(
     assert bench.compared("") is None
 
 
-def test_flags() -> None:
+def test_compare_may_name_a_file_with_spaces() -> None:
     given = ["--json", "rounds=3", "--compare", "a dir/OLD.json"]
     assert bench.flags(given) == ["--json", "rounds=3", "compare='a dir/OLD.json'"]

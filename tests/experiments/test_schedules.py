@@ -56,7 +56,7 @@ def test_it_measures_every_schedule(
     schedules.main()
     assert not list(tmp_path.glob(".meeting-*"))
     found = json.loads((tmp_path / "schedules.json").read_text())
-    rows, ours = found["rows"], ("gpipe", "1f1b", "interleaved", "gpipe (first)")
+    rows, ours = found["rows"], ("gpipe", "1f1b", "zero_bubble", "interleaved", "interleaved zero_bubble")
     both = [("rdmarpc", name) for name in ours]
     both += [("torch", name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")]
     assert [(r["case"], r["library"], r["schedule"]) for r in rows] == [
@@ -67,6 +67,8 @@ def test_it_measures_every_schedule(
         asleep: dict[str, float | None] = {
             "Interleaved1F1B": 45.0,
             "interleaved": 45.0,
+            "zero_bubble": 42.0,
+            "interleaved zero_bubble": 41.0,
             "InterleavedZeroBubble": 41.0,
         }
         asleep["ZBVZeroBubble"] = None

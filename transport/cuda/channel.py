@@ -53,7 +53,7 @@ class GpuHome(Home, Protocol):
 
 class CudaChannel(ShmChannel):
     device: GpuHome
-    gpus = maps_gpus = True
+    gpus = True
 
     def __init__(self, device: GpuHome, *args: Any) -> None:
         super().__init__(device, *args)

@@ -332,10 +332,6 @@ class Arena:
         """Give a block back. No lock is taken: safe from finalizers and from any thread."""
         self._returned.append(block)
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """``Pool.tensor`` of ``readable``."""
-        return self.readable.tensor(shape, dtype)
-
     def hold(self, block: Block, nbytes: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """A tensor of ``count`` elements over the first ``nbytes`` of a block, which belongs to it from now on."""
         view = block.segment.view[block.offset : block.offset + nbytes]

@@ -46,12 +46,8 @@ class _Copy(NamedTuple):
     """Where its parts belong: address and bytes."""
 
 
-class _Taken(threading.local):
-    copy: _Copy | None = None
-
-
-_taken = _Taken()
-"""The copy for the child that this thread forks."""
+_taken = threading.local()
+"""``copy``: that for the child that this thread forks, or ``None``."""
 _owners: weakref.WeakSet[Shared] = weakref.WeakSet()
 _left: dict[int, tuple[int, int, weakref.ref[memoryview]]] = {}
 """The tensors that outlived their owners, by address, which is theirs for as long as they live."""

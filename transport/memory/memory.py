@@ -237,10 +237,6 @@ class Memory:
         totals["arena_used"] = self.arena.used
         return totals
 
-    def pool(self) -> Pool:
-        """See ``Device.pool``."""
-        return self.arena.pool()
-
     def explain(self) -> list[str]:
         """Lines for people: what pages there are, and how much is used."""
         setting = "shmem_enabled" if self.shared else "enabled"

@@ -7,83 +7,59 @@ import fcntl
 import ipaddress
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import NotSupported
-from ..sandboxed import REFUSED, naming
+from ..sandboxed import naming
 
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # reserved for documentation
-_AF_PACKET = 17
-_FIELDS = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24), _AF_PACKET: slice(12, 18)}
-"""Where the address lies in a ``sockaddr`` of each family."""
-_FLAGS, _ADDRESS, _HARDWARE = 0x8913, 0x8915, 0x8927
+_ADDRESSES, _FLAGS, _HARDWARE = 0x8912, 0x8913, 0x8927
 """Of ``ioctl``."""
+_CONFIGURED, _RECORD = struct.Struct("@iP"), struct.Struct("16s4x4s16x")
+"""A ``struct ifconf``; a ``struct ifreq`` with an IPv4 address."""
+_MOST_BYTES = 1 << 16
 _LOOPBACK = "127.0.0.1", "::1"
 _VARIABLES = "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-class _Record(ctypes.Structure):
-    """``struct ifaddrs``."""
-
-
-_Record._fields_ = [
-    ("next", ctypes.POINTER(_Record)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(ctypes.c_uint8 * 28)),
-]
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
 def _records() -> Iterator[tuple[str, int, str]]:
-    """Name, flags and IP address of each interface, once for each address."""
-    for name, flags, family, raw in _raw_records():
-        if family in _SOMEWHERE:
-            yield name, flags, socket.inet_ntop(family, raw)
+    """Name, flags and IP address of each interface, once for each address. By ioctl, as sandboxes forbid netlink, which
+    libc's getifaddrs asks."""
+    with _asking() as sock:
+        there = ctypes.create_string_buffer(_MOST_BYTES)
+        nbytes, _ = _CONFIGURED.unpack(fcntl.ioctl(sock, _ADDRESSES, _CONFIGURED.pack(_MOST_BYTES, ctypes.addressof(there))))
+        for name, raw in _RECORD.iter_unpack(there.raw[:nbytes]):
+            yield name.rstrip(b"\0").decode(), _flags(sock, name), socket.inet_ntop(socket.AF_INET, raw)
+        for address, *_, last in sorted(map(str.split, _lines("/proc/net/if_inet6")), key=lambda fields: fields[1]):
+            with suppress(OSError):  # it has just gone
+                yield last, _flags(sock, last.encode()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 
 
-def _raw_records() -> Iterator[tuple[str, int, int, bytes]]:
-    """As ``_records``, with the family of the address, and of all that there are."""
-    first = ctypes.POINTER(_Record)()
-    if _libc.getifaddrs(ctypes.byref(first)):
-        if ctypes.get_errno() not in REFUSED:
-            raise OSError(ctypes.get_errno(), "getifaddrs")
-        with naming("netlink sockets, nor ioctl in their place", device="tcp"):
-            yield from _asked_one_by_one()
-        return
-    at = first
-    try:
-        while at:
-            record, at = at.contents, at.contents.next
-            raw = bytes(record.address.contents) if record.address else b"\0\0"
-            family = int.from_bytes(raw[:2], sys.byteorder)
-            if family in _FIELDS:
-                yield record.name.decode(), record.flags, family, raw[_FIELDS[family]]
-    finally:
-        _libc.freeifaddrs(first)
+@contextmanager
+def _asking() -> Iterator[socket.socket]:
+    with naming("ioctl of a socket (SIOCGIFCONF)", device="tcp"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        yield sock
 
 
-def _asked_one_by_one() -> Iterator[tuple[str, int, int, bytes]]:
-    """As ``_raw_records``, where a sandbox forbids netlink, which getifaddrs asks. Of each interface one IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+def _asked(sock: socket.socket, what: int, name: bytes) -> bytes:
+    """What the system says of an interface."""
+    return fcntl.ioctl(sock, what, name.ljust(_RECORD.size, b"\0"))[16:]
 
-        def asked(name: str, what: int) -> bytes:
-            return fcntl.ioctl(sock, what, name.encode().ljust(40, b"\0"))[16:]
 
-        flags = {}
-        for name in _lines("/proc/net/dev")[2:]:
-            name = name.partition(":")[0].strip()
-            flags[name] = int.from_bytes(asked(name, _FLAGS)[:2], sys.byteorder)
-            yield name, flags[name], _AF_PACKET, asked(name, _HARDWARE)[2:8]
-            with suppress(OSError):  # it may have none
-                yield name, flags[name], socket.AF_INET, asked(name, _ADDRESS)[4:8]
-    for line in _lines("/proc/net/if_inet6"):
-        address, *_, name = line.split()
-        yield name, flags.get(name, 0), socket.AF_INET6, bytes.fromhex(address)
+def _flags(sock: socket.socket, name: bytes) -> int:
+    return int.from_bytes(_asked(sock, _FLAGS, name)[:2], sys.byteorder)
+
+
+def _hardware_addresses() -> list[bytes]:
+    """Of all interfaces that have one."""
+    with _asking() as sock:
+        names = [line.partition(":")[0].strip().encode() for line in _lines("/proc/net/dev")[2:]]
+        return [raw for name in names if any(raw := _asked(sock, _HARDWARE, name)[2:8])]
 
 
 def _lines(path: str) -> list[str]:
@@ -202,7 +178,7 @@ def kernel_and_network() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        cards = sorted(raw.hex() for name, _, family, raw in _raw_records() if family == _AF_PACKET and any(raw))
+        cards = sorted(raw.hex() for raw in _hardware_addresses())
         return f"{socket.gethostname()}/{cards[0] if cards else ''}"
 
 

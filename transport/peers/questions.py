@@ -5,28 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
-from ..errors import RdmaError, TransferTimeout, fresh
+from ..errors import TransferTimeout, fresh
 
 ANSWER_TIMEOUT_S = 60.0
 """Seconds that a living peer has for its answer. The answer needs a Python thread there, and another one may hold the GIL. A
 process that does not run at all is lost after ``peer_timeout``."""
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-class Asking(Protocol):
-    """Our end of a connection (``Channel``)."""
-
-    peer: str
-    error: RdmaError | None
-
-    @property
-    def device(self) -> Named: ...
 
 
 class Questions:
@@ -44,14 +29,15 @@ class Questions:
 
     def ask(
         self,
-        channel: Asking,
+        channel: Any,
         send: Callable[[int, int], None],
         kind: int,
         number: int,
         known: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Call ``send(kind, number)`` and wait until the answer has come, or ``known()`` is true without it. Never call this on
-        the thread that hears the peer. Raises the error that ended the channel, and ``TransferTimeout``."""
+        """Call ``send(kind, number)`` over our ``Channel``, and wait until the answer has come or ``known()`` is true without
+        it. Never call this on the thread that hears the peer. Raises the error that ended the channel, and
+        ``TransferTimeout``."""
         answer = kind + 1, number
         answered = self._asked.setdefault(answer, threading.Event())
 

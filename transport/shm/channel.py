@@ -100,7 +100,7 @@ class ShmChannel(Channel):
         self.sock, self.inboxes = sock, inboxes
         self.pid, _ = credentials(sock)
         self.peer, self.peer_hello = f"process {self.pid or '(of another PID namespace)'}", hello
-        self.peer_memory = PeerMemory(self, *identity, attach)
+        self.peer_uid, self.peer_memory = identity[0], PeerMemory(self, *identity, attach)
         self.requests = Requests()
         self.questions = Questions()
         self.beats = Beats(inboxes.peer_bells)

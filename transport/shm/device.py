@@ -18,25 +18,23 @@ import struct
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..channel import Channel
-from ..device import Device, DeviceOptions, host_id
-from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..device import DeviceOptions, host_id
+from ..errors import NotSupported, PeerLost, RdmaError
+from ..listening import MAX_HELLO, ListeningDevice
 from ..memory.arena import Pool, Segment
 from ..memory.attach import why_not
 from ..memory.mapping import mapped, memfd
-from ..peers import auth
 from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
 from ..peers.heartbeat import Heart
-from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
 from ..sandboxed import naming, processors
-from ..timeouts import of_socket
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
@@ -45,7 +43,6 @@ from .memory import Attach
 
 _PROBE = struct.Struct("<Q")  # address of the probe word
 _SETUP = struct.Struct("<QIBI")  # uid, epoch, whether the peer's probe word could be read, length of the hello
-_MAX_HELLO = 64 << 10
 _QUEUE_PAUSE_S = 0.005
 _USE_TCP = "allow it in the sandbox (seccomp, systemd's RestrictAddressFamilies), or use tcp"
 
@@ -54,14 +51,11 @@ def _same_user(sock: socket.socket) -> bool:
     return credentials(sock)[1] == os.geteuid()
 
 
-@contextlib.contextmanager
-def _new_inbox() -> Iterator[tuple[mmap.mmap, int]]:
-    """Memory for an inbox, and its descriptor, which is closed when the peer has one."""
-    inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
-    try:
-        yield inbox, fd
-    finally:
-        os.close(fd)
+class _Offer(NamedTuple):
+    inbox: mmap.mmap
+    fd: int
+    refused: str
+    """Why the kernel does not let us copy from the peer's memory; empty if it does."""
 
 
 def _dial(uid: str, timeout: float) -> socket.socket:
@@ -104,7 +98,7 @@ def _try_attach(sock: socket.socket, probe: int) -> str:
     return why_not(credentials(sock)[0], *_PROBE.unpack(theirs))
 
 
-class ShmDevice(Device):
+class ShmDevice(ListeningDevice):
     """Reaches processes of this host. As ``Device``. Peers reach memory outside the arena that was given to ``register`` by
     cross-memory attach (``process_vm_readv`` and ``process_vm_writev``), where the system allows that."""
 
@@ -127,17 +121,8 @@ class ShmDevice(Device):
                 listener.listen(128)
             credentials(listener)
             self._attach()
-            self._service = Service(
-                self.kind,
-                listener,
-                self._looks,
-                welcome=self._welcome,
-                hear=self._hear,
-                look=self._look,
-                lost=self.lost,
-                guard=self._guard,
-                admits=_same_user,
-            )
+            self._listen_on(listener, self._guard, admits=_same_user)
+            self._service.start()
             undo.pop_all()
 
     def _attach(self) -> None:
@@ -184,74 +169,34 @@ class ShmDevice(Device):
         self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
-        deadline = time.monotonic() + of_socket(timeout)
         uid = peer.decode("ascii", "replace").split(":")[2]
+        return self._reach(partial(_dial, uid), uid, uid, hello=hello, timeout=timeout, pool=pool)
+
+    @contextlib.contextmanager
+    def _offer(self, sock: socket.socket) -> Iterator[_Offer]:
+        refused = _try_attach(sock, self._probe.ctypes.data)
+        inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
         try:
-            sock, key = reach(partial(_dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
-            try:
-                with self._service.handshakes.limited(sock, deadline), _new_inbox() as (inbox, fd):
-                    refused = _try_attach(sock, self._probe.ctypes.data)
-                    self._send_setup(sock, fd, refused, hello)
-                    channel = self._receive_setup(sock, inbox, refused)
-                self.door.know(channel, channel.peer_memory.uid, key)
-                channel.own_pool = pool
-                self._adopt(channel)
-            except BaseException:
-                sock.close()
-                raise
-        except (OSError, RdmaError) as error:
-            if isinstance(error, TimeoutError) or (time.monotonic() >= deadline and not isinstance(error, NotSupported)):
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", device="shm") from None
-            if isinstance(error, OSError):
-                raise broken_by(error, "connecting", peer=peer.decode(), device="shm") from error
-            raise
-        return channel
+            yield _Offer(inbox, fd, refused)
+        finally:
+            os.close(fd)  # the peer has one
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
-        with self._service.handshakes.limited(sock, deadline):
-            return sock, auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+    def _answer(self, sock: socket.socket, ours: _Offer, channel: ShmChannel) -> None:
+        with channel.sending:
+            super()._answer(sock, ours, channel)
 
-    def _welcome(self, sock: socket.socket) -> None:
-        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        channel, handshakes = None, self._service.handshakes
-        deadline = time.monotonic() + HANDSHAKE_S
-        try:
-            with handshakes.limited(sock, deadline):
-                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
-            handshakes.proven(sock)
-            deadline = time.monotonic() + SETUP_S
-            with _new_inbox() as (inbox, fd):
-                with handshakes.limited(sock, deadline):
-                    refused = _try_attach(sock, self._probe.ctypes.data)
-                    channel = self._receive_setup(sock, inbox, refused)
-                self.door.know(channel, channel.peer_memory.uid, key)
-                # on_connect may publish the channel: what other threads send on it waits until the answer is out.
-                with channel.sending:
-                    self._send_setup(sock, fd, refused, self.door.greet(channel))
-            self._adopt(channel)
-            self.door.welcomed(channel)
-        except BaseException as error:
-            if channel is not None:  # which on_connect may have published
-                why = f"the connection broke as it was made: {error}"
-                self.lost(channel, PeerLost(why, peer=channel.peer, device=self.kind))
-            sock.close()
-            if not isinstance(error, EXPECTED):
-                raise
+    def _send_setup(self, sock: socket.socket, ours: _Offer, hello: bytes) -> None:
+        setup = _SETUP.pack(self.uid, self.epoch, not ours.refused, len(hello))
+        socket.send_fds(sock, [setup + hello], [ours.fd, self.memory.bells_fd])
 
-    def _send_setup(self, sock: socket.socket, inbox_fd: int, refused: str, hello: bytes) -> None:
-        if len(hello) > _MAX_HELLO:
-            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
-        setup = _SETUP.pack(self.uid, self.epoch, not refused, len(hello))
-        socket.send_fds(sock, [setup + hello], [inbox_fd, self.memory.bells_fd])
-
-    def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap, refused: str) -> ShmChannel:
-        with received(sock, _SETUP.size + _MAX_HELLO, 2) as (data, fds):
+    def _receive_setup(self, sock: socket.socket, ours: _Offer) -> ShmChannel:
+        with received(sock, _SETUP.size + MAX_HELLO, 2) as (data, fds):
             if len(data) < _SETUP.size or len(fds) != 2:
                 raise PeerLost("the peer broke off the handshake", device="shm")
             uid, epoch, peer_may, _ = _SETUP.unpack_from(data)
             peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
-        inboxes = Inboxes(inbox, peer_inbox, peer_bells)
-        attach = Attach(refused, bool(peer_may))
+        inboxes = Inboxes(ours.inbox, peer_inbox, peer_bells)
+        attach = Attach(ours.refused, bool(peer_may))
         return self.channel_type(self, sock, inboxes, (uid, epoch), attach, data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:
@@ -259,7 +204,7 @@ class ShmDevice(Device):
         channel.sock.settimeout(None)
         with self._lock:
             if self.closed:  # ``close`` did not see this one
-                raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="shm", status="CLOSED")
+                raise self._closed(channel.peer)
             self._channels.add(channel)
             segments, foreign = self.memory.registered(channel.own_pool)
             for segment in segments.values():
@@ -276,7 +221,7 @@ class ShmDevice(Device):
 
     def _shm_channels(self) -> list[ShmChannel]:
         with self._lock:
-            return [channel for channel in self._channels if isinstance(channel, ShmChannel) and channel.error is None]
+            return [channel for channel in self._channels if channel.error is None]
 
     def announce_segment(self, segment: Segment) -> None:
         for channel in self._shm_channels():
@@ -311,7 +256,6 @@ class ShmDevice(Device):
             self._finish(channel)
 
     def lost(self, channel: ShmChannel, error: RdmaError) -> None:
-        """End a channel because serving it failed. The peer is told, and the listener here. Any thread."""
         channel.give_up(error, BROKEN)
         self._finish(channel)
 
@@ -340,8 +284,7 @@ class ShmDevice(Device):
 
     def _forked(self) -> None:
         for channel in list(self._channels):
-            if isinstance(channel, ShmChannel):
-                channel.sock.close()
+            channel.sock.close()
         self._service.drop()
 
     def _shut(self) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,25 +33,11 @@ class Attach(NamedTuple):
     peer_may: bool
 
 
-class HasName(Protocol):
-    name: str
-
-
-class Named(Protocol):
-    """The channel to a peer. Its name may change."""
-
-    pid: int
-    peer: str
-
-    @property
-    def device(self) -> HasName: ...
-
-
 class PeerMemory:
     """The tables of what the peer of one channel has announced. Only the thread that hears the peer writes them. They refer to
     the channel weakly, and only to name the peer in errors."""
 
-    def __init__(self, channel: Named, uid: int, epoch: int, attach: Attach) -> None:
+    def __init__(self, channel: Any, uid: int, epoch: int, attach: Attach) -> None:
         self.pid, self.uid, self.epoch = channel.pid, uid, epoch
         self._channel, self.device = weakref.ref(channel), channel.device.name
         self.no_cma, self.reaches_us = attach

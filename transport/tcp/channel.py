@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -26,6 +25,7 @@ from ..memory.mapping import anonymous
 from ..notify import Expectation
 from ..peers.heartbeat import Heart
 from ..peers.questions import ANSWER_TIMEOUT_S
+from ..peers.service import Service
 from ..region import RemoteRegion
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
@@ -40,22 +40,6 @@ from .wire import BYE, CHECK, END_CLOSED, HEADER, MAX_COPIES, NOTIFY, refusal
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _FIRST_S = 0.001
 _OVERDUE_S = 1.0
-
-
-class IoThread(Protocol):
-    """The thread of a device that receives for its channels, and sends what posting threads left over."""
-
-    def is_current(self) -> bool: ...
-
-    def watch(self, sock: socket.socket, readable: bool, writable: bool) -> None:
-        """Whether to read what comes for that socket's channel, and to call its ``flush`` when there is room."""
-
-    def attend(self, channel: TcpChannel, /) -> None:
-        """Read what has come for this channel, soon."""
-
-    @property
-    def looks(self) -> bool:
-        """Whether it looks for silent peers. It then also reads, each time, what a waiting thread was to read."""
 
 
 class HeardExpectation(Expectation):
@@ -82,7 +66,7 @@ class TcpChannel(Channel):
     def __init__(
         self,
         device: Device,
-        io: IoThread,
+        io: Service,
         sock: socket.socket,
         identity: tuple[int, int],
         hello: bytes,
@@ -100,7 +84,7 @@ class TcpChannel(Channel):
         self._beat_s = min(max(patience / 4, _BEAT_MIN_S), _BEAT_MAX_S)
         self._silence = 0.0
         self.access = Access(device, self)
-        self.outbox = Outbox(sock, io.watch)
+        self.outbox = Outbox(sock, io.await_events)
         answers = self._inbox + MAX_NOTIFY * RECORD_BYTES
         self._posts = Posts(self.outbox, records, answers, device.bells, f"{host}:{port}")
         self.reader = Reader(sock, self.access, self.outbox, self._posts, records=self._inbox, bells=device.bells)
@@ -117,10 +101,6 @@ class TcpChannel(Channel):
     @peer.setter
     def peer(self, name: str) -> None:
         self._posts.peer = name
-
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
-        """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""
-        return self.access.lend(tensor)
 
     # -- copies
 
@@ -156,7 +136,7 @@ class TcpChannel(Channel):
             return True
         if not self.outbox.started or self.error is not None or timeout == 0 or self._io.is_current():
             return False
-        if not self._io.looks:
+        if self._io.looks.interval is None:
             return False  # nobody would read while a signal handler holds this thread up
         if not self._reading.acquire(blocking=False):
             return False  # another thread reads
@@ -189,7 +169,7 @@ class TcpChannel(Channel):
         """Take what has come, or have the I/O thread do it: ``False``."""
         if self.reader.hear():
             return True
-        self._io.attend(self)
+        self._io.attend(self.sock, self)
         return False
 
     def fence(self, timeout: float | None = None) -> None:

@@ -2,9 +2,9 @@
 
 A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
-Threads: one I/O thread (``tcp/loop``), which never blocks (a thread that waits reads small frames itself, ``tcp/hearing``), one
-that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent
-stranger blocks nobody.
+Threads: one I/O thread (``peers/service``), which never blocks (a thread that waits reads small frames itself,
+``tcp/hearing``), one that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake,
+so that a silent stranger blocks nobody.
 """
 
 from __future__ import annotations
@@ -14,35 +14,32 @@ import ipaddress
 import logging
 import socket
 import struct
-import time
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..channel import Channel
-from ..device import Device, DeviceOptions
-from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..device import DeviceOptions
+from ..errors import NotSupported, PeerLost, RdmaError
+from ..listening import MAX_HELLO, ListeningDevice
 from ..memory.arena import Pool
-from ..peers import auth
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
-from ..peers.guard import Guard, broken_by
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
+from ..peers.auth import receive_exactly
+from ..peers.guard import Guard
+from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
 from ..region import RemoteRegion, local_bytes
-from ..timeouts import of_socket
-from ..tls.stream import authenticated, prepare
+from ..tls.stream import prepare
 from ..words import kernels
 from .channel import TcpChannel
-from .loop import Loop
-from .wire import BEAT, HEADER
+from .wire import BEAT, END_BROKEN, END_SILENT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
-_MAX_HELLO = 64 << 10
-_LINGER_S = 1.0  # for the peers to take what is sealed already
+_LINGER_S = 1.0  # for the peers to hang up too, and to take what is sealed already
 
 
-class TcpDevice(Device):
+class TcpDevice(ListeningDevice):
     """See ``Device``.
 
     ``place`` says where to listen: an address or interface name, with or without ``:PORT``. Without it the device listens on
@@ -56,13 +53,11 @@ class TcpDevice(Device):
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
             listener = undo.enter_context(self._listen(place))
-            looks, guard = self._looks, Guard("rdmarpc-tcp")
-            self._loop = Loop(listener, looks, guard, welcome=self._welcome, lost=self._tell_lost, dropped=self._dropped)
-            undo.callback(self._loop.discard)
             self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
             undo.callback(self._heart.stop)
+            self._listen_on(listener, Guard("rdmarpc-tcp"), flush=lambda channel: channel.outbox.flush(), linger_s=_LINGER_S)
             self.memory.attach(self)
-            self._loop.start()
+            self._service.start()
             undo.pop_all()
 
     def _listen(self, place: str) -> socket.socket:
@@ -140,7 +135,7 @@ class TcpDevice(Device):
         """As ``Device.counters``, and ``bytes_inlined``: bytes of ``Window.put`` (and of answers from closed regions) that
         were copied because the socket was full."""
         with self._lock:
-            inlined = sum(channel.outbox.inlined for channel in self._channels if isinstance(channel, TcpChannel))
+            inlined = sum(channel.outbox.inlined for channel in self._channels)
             return {**super().counters(), "bytes_inlined": inlined + self._inlined_before}
 
     _inlined_before = 0
@@ -157,95 +152,34 @@ class TcpDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
         where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
-        deadline = time.monotonic() + of_socket(timeout)
-        try:
-            sock, key = reach(partial(dial, where, device="tcp"), partial(self._prove, uid=uid, deadline=deadline), deadline)
-            try:
-                with self._loop.handshakes.limited(sock, deadline):
-                    self._send_setup(sock, hello)
-                    channel = self._receive_setup(sock)
-                self.door.know(channel, channel.peer_uid, key)
-                channel.own_pool = pool
-                if not self._adopt(channel):
-                    raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
-            except BaseException:
-                sock.close()
-                raise
-        except (OSError, RdmaError) as error:
-            if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="tcp") from None
-            if isinstance(error, OSError):
-                raise broken_by(error, "connecting", peer=where, device="tcp") from error
-            raise
-        return channel
+        return self._reach(partial(dial, where, device="tcp"), where, uid, hello=hello, timeout=timeout, pool=pool)
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
-        with self._loop.handshakes.limited(sock, deadline):
-            return authenticated(
-                sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
-            )
-
-    def _welcome(self, came: socket.socket) -> None:
-        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        sock, channel, adopted = came, None, False
-        deadline = time.monotonic() + HANDSHAKE_S
-        try:
-            with self._loop.handshakes.limited(came, deadline):
-                sock, key = authenticated(
-                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
-                )
-            self._loop.handshakes.proven(came)
-            deadline = time.monotonic() + SETUP_S
-            with self._loop.handshakes.limited(sock, deadline):
-                channel = self._receive_setup(sock)
-            self.door.know(channel, channel.peer_uid, key)
-            # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
-            self._send_setup(sock, self.door.greet(channel))
-            adopted = self._adopt(channel)
-            if adopted:
-                self.door.welcomed(channel)
-        except EXPECTED as error:
-            self.door.refused(sock, error)
-        finally:
-            if not adopted:
-                sock.close()
-            broken = PeerLost("the connection broke as it was made", device="tcp")
-            if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
-                self._tell_lost(channel)
-
-    def _tell_lost(self, channel: TcpChannel) -> None:
-        self.door.lost(channel, self.on_lost)
-
-    def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
-        if len(hello) > _MAX_HELLO:
-            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
+    def _send_setup(self, sock: socket.socket, ours: None, hello: bytes) -> None:
         sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello), int(self._looks.timeout * 1000)) + hello)
 
-    def _receive_setup(self, sock: socket.socket) -> TcpChannel:
-        uid, epoch, length, patience = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
-        if length > _MAX_HELLO:
+    def _receive_setup(self, sock: socket.socket, ours: None) -> TcpChannel:
+        uid, epoch, length, patience = _SETUP.unpack(receive_exactly(sock, _SETUP.size))
+        if length > MAX_HELLO:
             raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
-        return TcpChannel(self, self._loop, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
+        return TcpChannel(self, self._service, sock, (uid, epoch), receive_exactly(sock, length), patience / 1000)
 
-    def _adopt(self, channel: TcpChannel) -> bool:
-        """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
+    def _adopt(self, channel: TcpChannel) -> None:
         sock = channel.sock
         sock.setblocking(False)
         # No limits of the system's own (keepalive, TCP_USER_TIMEOUT): they would give up a peer that runs and does not read.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             if self.closed or channel.error is not None:
-                return False
+                raise self._closed(channel.peer)
             self._channels.add(channel)
-            self._loop.add(channel)
+            self._service.watch(sock, channel)
         channel.start(self._heart)
-        return True
 
     # -- memory
 
     def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
         assert isinstance(channel, TcpChannel)
-        return channel.lend(tensor)
+        return channel.access.lend(tensor)
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
         # What this peer may read is looked up when it asks, so it does not matter what the rest of the pool is for.
@@ -255,22 +189,49 @@ class TcpDevice(Device):
     def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         """New memory is told to nobody: every frame is checked against our regions when it comes."""
         if nbytes == 0:
-            for channel in self._loop.channels():
+            with self._lock:
+                channels = list(self._channels)
+            for channel in channels:
                 channel.revoke(number)
+
+    # -- on the I/O thread
+
+    def _hear(self, channel: TcpChannel) -> None:
+        if (error := channel.reader.receive()) is not None:
+            self._finish(channel, channel.end(error))
+
+    def _look(self, channel: TcpChannel, seconds: float) -> None:
+        """Give the peer up if nothing came of it for too long. Should it ever run again, it finds our goodbye."""
+        self._hear(channel)  # what a waiting thread was to read; the I/O thread itself has received all that came
+        if channel.error is None and self._looks.too_long(channel.look(seconds)):
+            error = PeerLost(self._looks.text(), peer=channel.peer, device="tcp", status="SILENT")
+            self._finish(channel, channel.end(error, goodbye=END_SILENT))
+
+    def lost(self, channel: TcpChannel, error: RdmaError) -> None:
+        self._finish(channel, channel.end(error, goodbye=END_BROKEN))
+
+    def _finish(self, channel: TcpChannel, broke: bool) -> None:
+        """Stop watching a channel that has ended, and tell its loss if it ``broke``, so was not closed here."""
+        try:
+            with self._lock:
+                if not self._service.forget(channel.sock):
+                    return
+                self._retire(channel)
+                self._inlined_before += channel.outbox.inlined
+            channel.release()
+        finally:
+            if broke:
+                self.door.lost(channel, self.on_lost)
 
     # -- the end
 
-    def _dropped(self, channel: TcpChannel) -> None:
-        """The I/O thread serves it no more."""
-        with self._lock:
-            self._retire(channel)
-            self._inlined_before += channel.outbox.inlined
-
     def _forked(self) -> None:
-        self._loop.drop()
+        for channel in list(self._channels):
+            channel.sock.close()
+        self._service.drop()
 
     def _shut(self) -> None:
-        self._loop.stop()
+        self._service.stop()
         if self._tls is not None:
             self._tls.close(_LINGER_S)
         self._heart.stop()

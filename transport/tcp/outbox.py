@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..peers.pulse import MAX_BUFFERS, SMALL_BYTES, Pulse
+from ..peers.service import IN, OUT
 from ..words import kernels
 from .wire import ACK, HEADER, LAST, TURN_BYTES, Buffers
 
@@ -24,9 +25,9 @@ from .wire import ACK, HEADER, LAST, TURN_BYTES, Buffers
 class Outbox:
     """The unsent frames of one channel. Callers hold ``lock``, except for ``start`` and ``flush``, which take it."""
 
-    def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, bool, bool], None]) -> None:
-        """``watch(sock, readable, writable)`` tells the I/O thread whether to read what comes, and to call ``flush`` when the
-        socket has room."""
+    def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, int], None]) -> None:
+        """``watch(sock, events)`` tells the I/O thread whether to read what comes (``IN``), and whether to call ``flush`` when
+        the socket has room (``OUT``)."""
         self.lock = threading.RLock()
         self._owed = np.zeros(1, np.int64)
         self.owed = self._owed.ctypes.data
@@ -154,7 +155,7 @@ class Outbox:
     def _await_room(self) -> None:
         if not self._closed:
             with contextlib.suppress(OSError):  # the I/O thread has let go of it: the peer has hung up
-                self._watch(self._sock, not self.read_by_waiter, bool(self._queue))
+                self._watch(self._sock, (0 if self.read_by_waiter else IN) | (OUT if self._queue else 0))
 
     def read_elsewhere(self, elsewhere: bool) -> None:
         """Whether another thread reads the stream now, and the I/O thread does not."""

@@ -32,25 +32,8 @@ BUFFER_BYTES = 64 << 10
 RENEW_BYTES = 64 << 30
 """Sent under one key; AES-GCM would bear six times that (RFC 8446, 5.5)."""
 _LINGER_MS = 5000  # for a peer that takes nothing, once the worker is through
-(
-    _SSL,
-    _TCP,
-    _LOCAL,
-    _READ,
-    _WRITE,
-    _GET_ERROR,
-    _CLEAR,
-    _LAST_ERROR,
-    _SHUTDOWN,
-    _KEY_UPDATE,
-    _RENEW,
-    _OUT,
-    _IN,
-    _CODE,
-    _ERRNO,
-    _FDS,
-    _WORDS,
-) = range(17)
+_SSL, _TCP, _LOCAL, _READ, _WRITE, _GET_ERROR, _CLEAR, _LAST_ERROR, _SHUTDOWN, _KEY_UPDATE = range(10)
+_RENEW, _OUT, _IN, _CODE, _ERRNO, _FDS, _WORDS = range(10, 17)
 _POLLIN, _POLLOUT, _POLLERR, _POLLHUP = 1, 4, 8, 16
 _DONTWAIT = 0x40 | 0x4000  # MSG_DONTWAIT | MSG_NOSIGNAL
 _SHUT_RD, _SHUT_WR, _SHUT_RDWR = 0, 1, 2

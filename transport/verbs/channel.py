@@ -89,6 +89,7 @@ class VerbsChannel(Channel):
         super().__init__(device)
         self._owner, self._watch, self.local, self.stream = owner, watch, local, stream
         self.peer_hello, self.peer_uid, self.peer_epoch = b"", peer.uid, peer.epoch
+        self.patience_ms = peer.patience_ms
         self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
         self.known = False
         """Whether the user of the device knows this channel, and so has to be told when it is lost."""

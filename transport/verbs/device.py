@@ -24,8 +24,9 @@ from functools import partial
 import torch
 
 from ..channel import Channel
-from ..device import Device, DeviceOptions
+from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..listening import ListeningDevice
 from ..memory.arena import PINNED_SEGMENT_BYTES, Pool, Segment
 from ..nic import choice, endpoint, ports
 from ..nic.endpoint import Endpoint
@@ -33,14 +34,12 @@ from ..nic.provider import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
-from ..peers.guard import Guard, broken_by
-from ..peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
+from ..peers.guard import Guard
+from ..peers.handshakes import EXPECTED, SETUP_S, dial
 from ..peers.heartbeat import Heart
-from ..peers.service import Service
 from ..region import Region, local_bytes
-from ..timeouts import of_socket
 from ..tls.options import permit_rdma
-from ..tls.stream import authenticated, prepare
+from ..tls.stream import prepare
 from ..words import kernels
 from . import control
 from .channel import VerbsChannel
@@ -54,7 +53,7 @@ _LINGER_S = 1.0
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 
 
-class VerbsDevice(Device):
+class VerbsDevice(ListeningDevice):
     """See ``Device``. ``place``: which port (``nic/ports``); empty: the best one."""
 
     def __init__(
@@ -92,16 +91,8 @@ class VerbsDevice(Device):
             undo.callback(self._heart.stop)
             self._watch.start()
             undo.callback(self._watch.stop)
-            self._service = Service(
-                "verbs",
-                listener,
-                self._looks,
-                welcome=self._welcome,
-                hear=self._hear,
-                look=self._look,
-                lost=self.lost,
-                guard=self.guard,
-            )
+            self._listen_on(listener, self.guard)
+            self._service.start()
             undo.pop_all()
 
     @property
@@ -223,25 +214,7 @@ class VerbsDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
         where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
-        deadline = time.monotonic() + of_socket(timeout)
-
-        def prove(sock: socket.socket) -> tuple[socket.socket, bytes]:
-            ours = self.memory.identity
-            with self._service.handshakes.limited(sock, deadline):
-                return authenticated(sock, self._tls, self.secret, ours, initiator=True, expect=uid, deadline=deadline)
-
-        try:
-            sock, key = reach(partial(dial, where, device="verbs"), prove, deadline)
-            return self._meet(sock, key, hello, deadline, pool)
-        except (OSError, RdmaError, ValueError) as error:
-            if self.closed:
-                raise PeerLost("the device was closed meanwhile", peer=where, device="verbs", status="CLOSED") from None
-            late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
-            if late or isinstance(error, TimeoutError):
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
-            if isinstance(error, OSError):
-                raise broken_by(error, "connecting", peer=where, device="verbs") from error
-            raise
+        return self._reach(partial(dial, where, device="verbs"), where, uid, hello=hello, timeout=timeout, pool=pool)
 
     def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> VerbsChannel:
         """The initiator's side of the handshake, from the setups on."""
@@ -258,7 +231,7 @@ class VerbsDevice(Device):
                 channel.probe.prove(max(deadline - time.monotonic(), 0.001), channel.ended)
                 control.send_hello(sock, hello)
                 channel.peer_hello = control.receive_hello(sock)
-            self._adopt(channel, theirs)
+            self._adopt(channel)
         except BaseException:
             sock.close()
             if qp is not None:
@@ -270,16 +243,10 @@ class VerbsDevice(Device):
     def _welcome(self, came: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
         sock, channel, handshakes = came, None, self._service.handshakes
-        deadline = time.monotonic() + HANDSHAKE_S
         qp: QueuePair | None = None
         try:
-            with handshakes.limited(came, deadline):
-                sock, key = authenticated(
-                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
-                )
-            handshakes.proven(came)
-            deadline = time.monotonic() + SETUP_S
-            with handshakes.limited(sock, deadline):
+            sock, key = self._admit(came)
+            with handshakes.limited(sock, time.monotonic() + SETUP_S):
                 theirs = control.receive_setup(sock)
                 try:
                     qp, ours = self._pairing.offer(self.uid, self.epoch, self._looks.timeout)
@@ -295,7 +262,7 @@ class VerbsDevice(Device):
             # on_connect may publish the channel: what other threads send waits until the answer is out.
             with channel.stream.lock:
                 control.send_hello(sock, self.door.greet(channel))
-            self._adopt(channel, theirs)
+            self._adopt(channel)
             self.door.welcomed(channel)
         except BaseException as error:
             self.door.refused(sock, error)
@@ -315,15 +282,15 @@ class VerbsDevice(Device):
         self._watch.enter(channel)
         return channel
 
-    def _adopt(self, channel: VerbsChannel, peer: Setup) -> None:
+    def _adopt(self, channel: VerbsChannel) -> None:
         """Tell the peer of all our memory, then watch the connection."""
         stream = channel.stream
         stream.sock.settimeout(None)
         stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        every = min(max(peer.patience_ms / 4000, _BEAT_MIN_S), _BEAT_MAX_S)
+        every = min(max(channel.patience_ms / 4000, _BEAT_MIN_S), _BEAT_MAX_S)
         with self._lock:
             if self.closed:  # ``close`` did not see this one
-                raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
+                raise self._closed(channel.peer)
             self._channels.add(channel)
             channel.known = True
             for message in self.local.announcements(channel.own_pool):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from ctypes import byref, c_int, c_uint, c_uint64
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,7 @@ from ..gpu.pins import Pins
 from ..memory.arena import Block
 from ..memory.memory import Memory
 from ..nic.provider import REMOTE_WRITE, Context, MemoryRegion
-from ..notify import Count, Expectation, Notified, Poller
+from ..notify import Count, Expectation, Poller
 from ..peers.guard import Guard
 from ..region import local_bytes
 from . import gpudirect
@@ -393,7 +393,7 @@ class FlushedExpectation(Expectation):
 
     __slots__ = ("_arrived",)
 
-    def __init__(self, channel: Notified, imm: int, count: int, state: Count, arrived: Callable[[], None]) -> None:
+    def __init__(self, channel: Any, imm: int, count: int, state: Count, arrived: Callable[[], None]) -> None:
         super().__init__(channel, imm, count, state)
         self._arrived = arrived
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import RemoteAccessError
-from ..peers.questions import Asking, Questions
+from ..peers.questions import Questions
 from ..region import RemoteRegion
 from .control import REGION, SEGMENT, SYNC, Message
 
@@ -39,7 +39,7 @@ class Places:
     def refusal(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
 
-    def resolve(self, remote: RemoteRegion, asking: Asking, *, write: bool) -> Place:
+    def resolve(self, remote: RemoteRegion, asking: Any, *, write: bool) -> Place:
         """The place of a remote range. If the peer has not announced its region yet, the call asks for it over ``asking``, our
         end of the channel, and waits. Raises ``RemoteAccessError``."""
         if remote.nbytes == 0:

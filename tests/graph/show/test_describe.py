@@ -91,7 +91,7 @@ def test_tensors_of_one_name_are_one_line():
 # -- files
 
 
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_saved_step_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     steps = [described([fan(rows)], {"w1": 7}) for rows in (2, 5)]
     path = tmp_path / "steps.json"
     transfers.save(path, steps)

@@ -90,7 +90,7 @@ TUPLES = [(), (1,), (1, "two", None), ((1, 2), 3), ("\0tuple", 1), ("\0tensor",)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_values(device):
+def test_values_come_back_as_they_are(device):
     got = results(run_group(simple_values, transport=device))[0]
     expected = [5, 2, {"a": [1, (2, None)]}, "self", b"bytes", None, 7, 8, "Counter", "later", 9, 3_000_000, *TUPLES]
     assert got == expected
@@ -175,7 +175,7 @@ def timeouts(rank):
     rpc.shutdown()
 
 
-def test_timeouts():
+def test_a_call_ends_at_its_timeout():
     results(run_group(timeouts))
 
 
@@ -302,7 +302,7 @@ def fetch(reference):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_references(device):
+def test_references_cross_and_know_their_owner(device):
     results(run_group(references, 3, transport=device))
 
 

@@ -11,7 +11,7 @@ from group import die, on_every_device, results, run_group
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.polling import pool
+from rdmarpc.links.polling import pool
 
 WORKERS, ROUNDS = 4, 12
 

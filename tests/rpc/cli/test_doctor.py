@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from rdmarpc.calls import environment
 from rdmarpc.cli import doctor, host_facts
 from rdmarpc.cli.host_facts import LIMITS, MISSING, OK
-from rdmarpc.ground import environment
 from rdmarpc.transport import NotSupported, open_device
 from rdmarpc.transport.nic import sysfs
 from rdmarpc.transport.tls import openssl
@@ -51,7 +51,7 @@ MEMLOCK = [
 
 
 @pytest.mark.parametrize("files, state, text", MEMLOCK)
-def test_memlock(tmp_path: Path, files: dict[str, str], state: str, text: str) -> None:
+def test_a_low_limit_of_locked_memory_is_named(tmp_path: Path, files: dict[str, str], state: str, text: str) -> None:
     found = host_facts.memlock(tree(tmp_path, files), 4 * GIB)
     assert found.state == state and text in found.text
     assert ("ulimit -l" in found.hint) == (state != OK)
@@ -89,7 +89,7 @@ def test_memory_of_the_cgroup(tmp_path: Path, files: dict[str, str], state: str,
         assert "RDMARPC_ARENA_LIMIT=" in found.hint
 
 
-def test_rdma_cgroup(tmp_path: Path) -> None:
+def test_a_limit_of_the_rdma_cgroup_is_named(tmp_path: Path) -> None:
     assert host_facts.rdma_cgroup(tmp_path) is None
     tree(tmp_path, {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/rdma.max": "mlx5_0 hca_handle=max hca_object=max\n"})
     assert host_facts.rdma_cgroup(tmp_path) is None
@@ -98,7 +98,7 @@ def test_rdma_cgroup(tmp_path: Path) -> None:
     assert found is not None and found.state == LIMITS and found.text == "mlx5_0 hca_handle=2 hca_object=max"
 
 
-def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_gpus_and_a_torch_without_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of hosts with GPUs and adapters: ``tests/transport/verbs/test_gpudirect``."""
     monkeypatch.setattr(host_facts.driver, "kind", lambda: "")
     assert [found.state for found in host_facts.gpu(tmp_path)] == [OK]
@@ -109,7 +109,7 @@ def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "scope, capabilities, state", [("", 0, OK), ("0", 0, OK), ("1", 0, LIMITS), ("1", 1 << 19, OK), ("3", 0, LIMITS)]
 )
-def test_attach(tmp_path: Path, scope: str, capabilities: int, state: str) -> None:
+def test_what_forbids_to_read_from_other_processes_is_named(tmp_path: Path, scope: str, capabilities: int, state: str) -> None:
     tree(tmp_path, {"proc/sys/kernel/yama/ptrace_scope": scope + "\n", **limits("unlimited", capabilities)})
     found = host_facts.attach(tmp_path)
     assert found.state == state and bool(found.hint) == (state == LIMITS)
@@ -134,7 +134,7 @@ def test_pages_shared_memory_and_sockets(tmp_path: Path) -> None:
     assert host_facts.sockets(tmp_path).state == OK
 
 
-def test_sizes() -> None:
+def test_sizes_are_told_in_short() -> None:
     assert [host_facts.size(n) for n in (5, 8 << 20, 3 * GIB // 2, 2 << 40)] == ["5 B", "8 MiB", "1.5 GiB", "2 TiB"]
 
 
@@ -169,7 +169,9 @@ def test_the_page_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         assert any(line.split(None, 1)[1:] and line.split(None, 1)[1].startswith(topic) for line in lines), topic
 
 
-def test_peers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_way_to_a_peer_has_its_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     without_rdma(monkeypatch, tmp_path)
     with open_device("tcp") as device:
         address = device.address.decode()
@@ -187,7 +189,9 @@ def test_peers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert ask(capsys, told)[0] == 1
 
 
-def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_name_is_told_by_which_devices_it_could_be_reached(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     without_rdma(monkeypatch, tmp_path)
     code, found = report(capsys, "localhost")
     assert code == 0 and found["peers"]["localhost"][0] == {"device": "shm", "why_not": "", "hint": ""}
@@ -242,7 +246,7 @@ SPINNING = [
 
 
 @pytest.mark.parametrize("environ, state", SPINNING)
-def test_threads(environ: dict[str, str], state: str) -> None:
+def test_threads_that_would_spin_on_cores_of_others_are_named(environ: dict[str, str], state: str) -> None:
     found = host_facts.threads(8, {"OMP_NUM_THREADS": "3", **environ})
     assert found.state == state and "3 threads a process on 8 cores" in found.text
     assert ("OMP_WAIT_POLICY=PASSIVE" in found.hint) == (state != OK)
@@ -261,7 +265,7 @@ HEAPS = [
 
 
 @pytest.mark.parametrize("environ, state", HEAPS)
-def test_heap(environ: dict[str, str], state: str) -> None:
+def test_settings_of_glibc_that_keep_large_blocks_are_told(environ: dict[str, str], state: str) -> None:
     found = host_facts.heap(environ)
     assert found.state == state and (environment.KEEPING in found.hint) == (state != OK)
 

@@ -253,8 +253,8 @@ def test_who_left_because_of_a_loss_is_not_taken_for_its_cause(call: str, device
 
 def test_the_news_of_a_loss_goes_before_that_of_a_leaving(monkeypatch: pytest.MonkeyPatch):
     """Rank 1 leaves because rank 2 was lost, which is seen here after that."""
-    from rdmarpc.ranks import meeting
-    from rdmarpc.ranks.engine import LEFT, Engine
+    from rdmarpc.collectives import meeting
+    from rdmarpc.collectives.engine import LEFT, Engine
     from rdmarpc.transport import PeerLost
 
     def lane(notice: str) -> SimpleNamespace:

@@ -186,7 +186,7 @@ def trains(meeting: Meeting) -> None:
     dist.destroy_process_group()
 
 
-def test_ddp() -> None:
+def test_ddp_on_gpus_trains_as_by_hand() -> None:
     results(run_group(trains, dynamic=True, gpu=True))
 
 
@@ -215,5 +215,5 @@ def shards(meeting: Meeting) -> None:
     dist.destroy_process_group()
 
 
-def test_fsdp2() -> None:
+def test_fsdp2_on_gpus_trains_as_one_process() -> None:
     results(run_group(shards, dynamic=True, gpu=True, environment={"SOFTCUDA_DELAY_US": "100"}))

@@ -81,7 +81,7 @@ def _replaced(meeting: Meeting) -> float:
     """Rank 1 claims its place, and is killed while it waits for rank 2; rank 3 takes it."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # a launcher may start a worker again while others wait
     if meeting.rank == 1:
-        from rdmarpc.ranks.meeting import Meeting as Ranks
+        from rdmarpc.collectives.meeting import Meeting as Ranks
 
         whole = Ranks._tell
 
@@ -111,7 +111,7 @@ def test_a_process_that_comes_while_the_others_meet_is_taken():
 
 
 def _twins(meeting: Meeting) -> str:
-    from rdmarpc.ranks.signature import Mismatch
+    from rdmarpc.collectives.signature import Mismatch
 
     try:
         _by_hand(meeting, min(meeting.rank, 1), "twins", 3)

@@ -48,7 +48,7 @@ def test_a_rank_that_cannot_join_is_named_at_once():
 
 def _dies_as_it_joins(meeting: Meeting) -> None:
     """Rank 0 dies before it tells as ``kind`` what the other waits for, or just after, before they are connected."""
-    from rdmarpc.ranks import meeting as ranks
+    from rdmarpc.collectives import meeting as ranks
     from rdmarpc.transport import PeerLost
 
     kind, told = os.environ["TEST_KIND"], os.environ["TEST_TOLD"]
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_before_it_is_connected_is_lost_at_once(kind: str, told
 
 def _named(meeting: Meeting) -> None:
     """Rank 2 of all is rank 1 of this group."""
-    from rdmarpc.ranks.signature import Mismatch
+    from rdmarpc.collectives.signature import Mismatch
 
     join(meeting, 3, "named")
     group = dist.new_group([0, 2])
@@ -125,7 +125,7 @@ def test_what_a_rank_leaves_unseen_is_told():
 
 def _ends_before(meeting: Meeting) -> None:
     """Rank 1 ends before it makes a group, or between two things that it tells the others of one."""
-    from rdmarpc.ranks.meeting import Meeting as Ranks
+    from rdmarpc.collectives.meeting import Meeting as Ranks
 
     join(meeting, 3, "ends before")
     dist.barrier()

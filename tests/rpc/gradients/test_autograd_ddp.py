@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -95,7 +97,7 @@ def twins(make: Any, **options: Any) -> tuple[DistributedDataParallel, Distribut
     return ddp(make(), **options), ddp(make(), **options)
 
 
-def options() -> None:
+def every_option_of_ddp(rank: int) -> None:
     """Each option of DDP over three contexts, in front of and behind calls, with ``.grad`` left alone."""
     for kind, chosen in [
         (net, {}),
@@ -137,7 +139,7 @@ def options() -> None:
             assert first.grad is None if kind is not net else torch.equal(first.grad, torch.full_like(first, 7.0))
 
 
-def accumulation() -> None:
+def several_passes_in_a_context(rank: int) -> None:
     """Several passes in one context, without and with averaging; the hooks of communication; contexts that overlap."""
     for hook in (None, fp16_compress_hook):
         ours, alone = twins(net)
@@ -178,7 +180,7 @@ def elsewhere(module: nn.Module, x: torch.Tensor) -> None:
         autograd.backward(context_id, [module(x).sum()])
 
 
-def together(rank: int) -> None:
+def beside_other_leaves(rank: int) -> None:
     """A model of which DDP has a part, beside leaves of both workers; two at once, in threads; a copy of a module."""
 
     def train(seed: int, ours: nn.Module, alone: nn.Module, own: torch.Tensor, x: torch.Tensor) -> None:
@@ -216,7 +218,7 @@ def together(rank: int) -> None:
     same(found, grads(copied))
 
 
-def hooks(rank: int) -> None:
+def hooks_of_accumulators(rank: int) -> None:
     """Behind an accumulator, as torch RPC runs them: once, with the gradient; they may work on ``.grad``. What a context cannot
     serve is refused by name."""
     if rank == 0:
@@ -329,14 +331,17 @@ def test_the_example_of_ddp_and_rpc_is_torchs():
     results(run_group(as_torch, 2, dynamic=True))
 
 
-def everything(meeting: Meeting) -> None:
+def with_gloo(promise: Callable[[int], None], meeting: Meeting) -> None:
     rank = join(meeting)
-    for scenario in (options, accumulation, lambda: together(rank), lambda: hooks(rank)):
-        torch.manual_seed(100 + rank)
-        scenario()
-        dist.barrier()
+    torch.manual_seed(100 + rank)
+    promise(rank)
+    dist.barrier()
     rpc.shutdown()
 
 
-def test_ddp_in_contexts_is_ddp():
-    results(run_group(everything, 2, dynamic=True))
+PROMISES = [every_option_of_ddp, several_passes_in_a_context, beside_other_leaves, hooks_of_accumulators]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_ddp_in_contexts_is_ddp(promise: Callable[[int], None]):
+    results(run_group(functools.partial(with_gloo, promise), 2, dynamic=True))

@@ -65,7 +65,7 @@ class Late:
             what(*args)
             # This thread has not the polling role: whoever has it learns of jobs and answers that it did not read itself.
             me.pool.call_out()
-            me.role.interrupt()
+            me.progress.interrupt()
 
 
 class Dawdles(torch.autograd.Function):

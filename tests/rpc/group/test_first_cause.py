@@ -99,15 +99,15 @@ def with_a_slow_reader(meeting):
     if meeting.rank == 1:
         meeting.hear("waits/0", "waits/2")
         raise ValueError("the first cause")
-    role = agent.current().role
-    read = role.read
+    progress = agent.current().progress
+    read = progress.read
 
     def late(row, fresh):
         time.sleep(0.2)
         read(row, fresh)
 
     rpc.rpc_sync("worker1", abs, (-1,))
-    role.read = late
+    progress.read = late
     meeting.say(f"waits/{meeting.rank}")
     rpc.rpc_sync("worker1", never, (meeting.rank,))
 

@@ -18,7 +18,7 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent, termination
-from rdmarpc.group import group, rendezvous
+from rdmarpc.links.group import group, rendezvous
 
 
 def by_way_of_another(seconds):

@@ -27,7 +27,7 @@ def resident_mib():
 
 def left():
     """Descriptors, threads, mappings that peers had or have."""
-    maps = Path("/proc/self/maps").read_text().count("rdmarpc-")
+    maps = Path("/proc/self/maps").read_text().count("/memfd:rdmarpc-")
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
 

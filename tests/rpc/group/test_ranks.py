@@ -18,8 +18,8 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.group import rendezvous
-from rdmarpc.group.rendezvous import Rendezvous
+from rdmarpc.links.group import rendezvous
+from rdmarpc.links.group.rendezvous import Rendezvous
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
 

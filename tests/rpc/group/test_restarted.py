@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from rdmarpc import RpcBackendOptions
-from rdmarpc.group import rendezvous
-from rdmarpc.group.job_secret import Claim, claim
-from rdmarpc.group.lives import Lives
+from rdmarpc.links.group import rendezvous
+from rdmarpc.links.group.job_secret import Claim, claim
+from rdmarpc.links.group.restarts import Restarts
 from rdmarpc.transport import TransferTimeout
 
 _pids = itertools.count(1 << 23)  # above every number that a process can have
@@ -26,15 +26,15 @@ def someone(rank: int) -> Claim:
     return replace(mine, pid=next(_pids))
 
 
-def look(workers: list[Lives]) -> list[bool]:
+def look(workers: list[Restarts]) -> list[bool]:
     return [worker.agreed() for worker in workers]
 
 
 def life(store: dist.Store, order: list[int]) -> int:
     """Three workers that come one after the other, each of which looks often; the number that all of them agree on."""
-    there: list[Lives] = []
+    there: list[Restarts] = []
     for rank in order:
-        there.append(Lives(store, 3, someone(rank)))
+        there.append(Restarts(store, 3, someone(rank)))
         for _ in range(3):
             some = look(there)
             assert not any(some) or len(there) == 3
@@ -56,7 +56,7 @@ def test_a_life_that_was_never_complete_is_not_mistaken_for_the_next(died: list[
     """Workers enter and die before all others have come; those of the next life come in any order."""
     for order in itertools.permutations(range(3)):
         store = dist.HashStore()
-        early = [Lives(store, 3, someone(rank)) for rank in died]
+        early = [Restarts(store, 3, someone(rank)) for rank in died]
         for _ in range(looks):
             look(early)
         assert life(store, list(order)) == 1
@@ -65,16 +65,16 @@ def test_a_life_that_was_never_complete_is_not_mistaken_for_the_next(died: list[
 def test_a_process_that_runs_keeps_its_rank() -> None:
     store = dist.HashStore()
     mine, _ = claim("worker0", 0, RpcBackendOptions())
-    Lives(store, 2, replace(mine, pid=os.getppid())).agreed()
+    Restarts(store, 2, replace(mine, pid=os.getppid())).agreed()
     with pytest.raises(RuntimeError, match=rf"rank 0 is taken by worker0 \(process {os.getppid()}\)"):
-        Lives(store, 2, mine).agreed()
+        Restarts(store, 2, mine).agreed()
 
 
 def test_missing_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     store = dist.HashStore()
     for rank in (0, 1):
-        Lives(dist.PrefixStore("rdmarpc/0", store), 2, someone(rank)).agreed()
+        Restarts(dist.PrefixStore("rdmarpc/0", store), 2, someone(rank)).agreed()
     meeting = rendezvous.Rendezvous(store, 0, 2, 0.2)
     with pytest.raises(TransferTimeout, match="no sign of rank 1"):
         meeting.begin("worker0", RpcBackendOptions())

@@ -16,8 +16,8 @@ from group import results, run_group
 from ports import free_port
 
 import rdmarpc as rpc
-from rdmarpc.group import job_secret
 from rdmarpc.links.connecting import _HELLO, _HELLO_MAGIC
+from rdmarpc.links.group import job_secret
 from rdmarpc.transport import RdmaError, open_device
 
 NOBODY = 65534

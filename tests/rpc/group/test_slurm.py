@@ -8,7 +8,7 @@ import pytest
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc.group import slurm
+from rdmarpc.links.group import slurm
 
 
 @pytest.mark.parametrize(

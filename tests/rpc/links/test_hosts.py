@@ -15,7 +15,7 @@ from group import Meeting, results, run_group
 from trained import train
 
 import rdmarpc as rpc
-from rdmarpc.ground import here
+from rdmarpc.base import here
 from rdmarpc.transport import NotSupported
 from rdmarpc.transport.nic import sysfs
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from called import identity
+from forks import output
 from group import dismiss, results, run_group, until_dismissed
 
 import rdmarpc as rpc
@@ -65,7 +66,7 @@ class Sends:
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 @pytest.mark.parametrize("what", FRAMES)
-def test_a_frame_that_is_no_message_ends_its_connection(what, device, capfd):
+def test_a_frame_that_is_no_message_ends_its_connection(what, device):
     lost = results(run_group(Sends(what), 3, transport=device))[0]
     assert lost[0][0] == "worker1" and f"what came is no message (frame of kind {FRAMES[what][0]}: " in lost[0][1], lost
-    assert "struct.error" not in capfd.readouterr().err  # in no thread
+    assert "struct.error" not in output()  # of no thread

@@ -96,11 +96,11 @@ def loops_fail(rank):
     torch.futures.wait_all(slow)
     assert rpc.rpc_sync(other, blocks, (1.0,), timeout=T) == 1.0  # so the late answer has come, too
     # Whoever reads the rings, while nothing comes: a frame that it does not read is one that the next reader finds.
-    here.role.read = Raises(here.role.read, 2)
+    here.progress.read = Raises(here.progress.read, 2)
 
     def all_raised():
-        here.role.interrupt()
-        return not [each.left for each in (*raises, here.role.read) if each.left]
+        here.progress.interrupt()
+        return not [each.left for each in (*raises, here.progress.read) if each.left]
 
     eventually(all_raised)  # the thread of timeouts looks about every second
     for number in range(50):

@@ -132,7 +132,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("evil", ATTACKS, ids=lambda evil: ".".join(evil.what))
-def test_attacks(evil, tmp_path, monkeypatch):
+def test_no_pickle_runs_what_is_not_allowed(evil, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     permitted = Permits(ALLOW)
     payload = attack(evil)

@@ -29,9 +29,9 @@ from rref_things import (
 from timing import eventually
 
 import rdmarpc as rpc
+from rdmarpc.base.futures import Value
 from rdmarpc.calls import agent
 from rdmarpc.calls.pending import Pending
-from rdmarpc.ground.futures import Value
 from rdmarpc.transport.words import kernels
 
 # -- calls
@@ -59,7 +59,7 @@ DELETED = 100
 
 def announced():
     """How often all threads of the pool were called."""
-    return kernels.load(agent.current().role.words.jobs)
+    return kernels.load(agent.current().progress.words.jobs)
 
 
 def deleted_one_by_one(rank):
@@ -355,7 +355,7 @@ def expired(rank):
     return ran
 
 
-def test_timeouts():
+def test_fetches_end_at_their_timeout():
     assert results(run_group(expired))[1] == 2
 
 
@@ -430,7 +430,7 @@ def proxies(rank):
     rpc.shutdown()
 
 
-def test_proxies():
+def test_proxies_call_methods_at_the_owner():
     results(run_group(proxies, num_worker_threads=4))
 
 

@@ -14,7 +14,7 @@ from beside import assert_same, batches, both, sgd, wrap
 from nets import NETS, data
 from torch import nn
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 Loss = Callable[..., torch.Tensor]
 
 
@@ -235,7 +235,8 @@ def errors() -> None:
         elif where == "backward":
             handle = part.register_full_backward_hook(stop)
         with pytest.raises(Stop):
-            model.forward_backward(failing if where == "loss" else F.cross_entropy, x, target=y, chunks=8)
+            schedule = "zero_bubble" if where == "backward" else "gpipe"
+            model.forward_backward(failing if where == "loss" else F.cross_entropy, x, target=y, chunks=8, schedule=schedule)
         if handle is not None:
             handle.remove()
         model.zero_grad()
@@ -245,7 +246,7 @@ def errors() -> None:
         ({"target": y[:5]}, "5 samples"),
         ({"target": y, "chunks": 0}, "chunks"),
         ({"target": y, "chunks": 1 << 17}, "chunks"),
-        ({"target": y, "schedule": "zero_bubble"}, "gpipe, 1f1b"),
+        ({"target": y, "schedule": "dualpipe"}, "gpipe, 1f1b, zero_bubble"),
     ):
         with pytest.raises(ValueError, match=text):
             model.forward_backward(F.cross_entropy, x, **arguments)
@@ -258,3 +259,25 @@ def errors() -> None:
 
 def test_errors(drive):
     drive(errors)
+
+
+def late() -> None:
+    """An index that a worker finds out of range, among messages that run in another order: the error of one process, with its
+    line, and gradients of a batch that comes after it are right."""
+    make = lambda: nn.Sequential(nn.Embedding(9, 12), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))  # noqa: E731
+    model, twin = both(make, {"0": "worker1", "1": "worker2", "2": "worker1", "3": "worker2"})
+    rows, y = torch.arange(8) % 9, torch.arange(8) % 3
+    for bad in (0, 5, 7):
+        trained(model, twin, [(rows, y)], 4, schedule="zero_bubble")
+        with pytest.raises(IndexError, match="out of range") as caught:
+            model.forward_backward(
+                F.cross_entropy, rows.index_fill(0, torch.tensor(bad), 9), target=y, chunks=4, schedule="zero_bubble"
+            ).item()
+        assert "posted by File" in "".join(caught.value.__notes__)
+        for each in (model, twin):
+            each.zero_grad()
+    trained(model, twin, [(rows, y)], 4, schedule="zero_bubble")
+
+
+def test_late_errors_among_messages_that_run_in_another_order(drive):
+    drive(late)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from beside import assert_same, home
 from checkpointed import made, plainly, step
 from group import Meeting, die, results, run_group
 
 import rdmarpc as rpc
 from rdmarpc import places
+from rdmarpc.places import owners
 
 
 def training(folder: str) -> None:
@@ -85,3 +88,64 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_the_same_bits():
     outcomes = run_group(scenario, 4, dynamic=True, timeout=250.0)
     results([outcome for rank, outcome in enumerate(outcomes) if rank != 1])
     assert outcomes[1].exit_code == -9
+
+
+def saw_nothing(path: object) -> bool:
+    raise FileNotFoundError(path)
+
+
+def close_eyes() -> None:
+    """This worker sees no file any more."""
+    owners.os = types.SimpleNamespace(path=types.SimpleNamespace(isdir=lambda path: False), stat=saw_nothing)  # type: ignore[assignment]
+
+
+def owned(folder: str) -> None:
+    """What lies at workers is written and read there, in a file for each, and does not come here."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.Linear(512, 512), torch.nn.Linear(512, 64), torch.nn.Linear(64, 4)
+    )
+    model = rpc.wrap(net, {"0": "worker1", "1": "worker2", "2": "worker2"})
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    state = {"model": model, "optimizer": optimizer}
+
+    def train() -> None:
+        model(torch.ones(2, 64)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for at, sees in enumerate((True, False)):
+        train()  # what was copied here before is written now
+        place = str(Path(folder) / f"at{at}")
+        before = model.counters()
+        rpc.save_checkpoint(state, place)
+        moved = model.counters()["bytes_out"] - before["bytes_out"]
+        files = {path.name for path in Path(place).iterdir()}
+        assert {"__0_0.distcp", "__1_0.distcp"} <= files and ("__2_0.distcp" in files) is sees
+        assert (moved < 100_000) is sees, moved
+        saved = copy.deepcopy(home(model.state_dict()))
+        moments = copy.deepcopy(home(optimizer.state_dict()))
+        train()
+        before = model.counters()
+        rpc.load_checkpoint(state, place)
+        moved = model.counters()["bytes_in"] - before["bytes_in"]
+        assert (moved < 100_000) is sees, moved
+        assert_same(model.state_dict(), saved)
+        assert_same(optimizer.state_dict(), moments)
+        alone = {"model": {name: torch.zeros_like(value) for name, value in saved.items()}}
+        dcp.load(alone, checkpoint_id=place, no_dist=True)
+        assert_same(alone["model"], saved)
+        if sees:
+            rpc.rpc_sync("worker2", close_eyes)
+
+
+def owning(meeting: Meeting) -> None:
+    meeting.join(world_size=3)
+    if meeting.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            owned(folder)
+    rpc.shutdown()
+
+
+def test_workers_write_and_read_what_lies_there():
+    results(run_group(owning, 3, dynamic=True, timeout=120.0))

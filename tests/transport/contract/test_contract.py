@@ -184,7 +184,7 @@ def test_a_transfer_keeps_its_tensors_alive(pair: Pair) -> None:
     assert all_are(theirs, C)
 
 
-def test_rebind(pair: Pair) -> None:
+def test_rebind_exchanges_one_source(pair: Pair) -> None:
     first, second = filled(pair.a, 100, 1), filled(pair.a, 100, 2)
     theirs = filled(pair.b, 200, 0)
     remote = pair.remote(theirs)
@@ -283,7 +283,7 @@ def test_a_waiter_sleeps_and_is_woken(pair: Pair) -> None:
     assert done
 
 
-def test_poller(pair: Pair, kind: str, open_device: Callable[..., Device]) -> None:
+def test_a_poller_hears_many_channels(pair: Pair, kind: str, open_device: Callable[..., Device]) -> None:
     third = open_device(kind)
     cb = third.connect(pair.b.address)
     bc = pair.b.accept(timeout=T)
@@ -370,7 +370,7 @@ def test_mapped_memory_needs_no_copy(pair: Pair, kind: str) -> None:
     assert all_are(here, C)  # what is held stays readable
 
 
-def test_window(pair: Pair) -> None:
+def test_a_window_puts_any_range(pair: Pair) -> None:
     ours, theirs = filled(pair.a, 1 << 20, C), filled(pair.b, 1 << 20, S)
     window = pair.ab.window(pair.remote(theirs), ours, notify=11)
     expectation = pair.ba.expect(11)
@@ -439,7 +439,7 @@ def test_sides_that_do_not_fit(pair: Pair) -> None:
 # -- counters, text
 
 
-def test_counters(pair: Pair) -> None:
+def test_counters_tell_posts_and_bytes(pair: Pair) -> None:
     ours, theirs = filled(pair.a, 1000, C), filled(pair.b, 1000, S)
     transfer = pair.ab.prepare([(pair.remote(theirs), ours), (ours[:10], pair.remote(theirs)[:10])], notify=1)
     before = pair.a.counters()

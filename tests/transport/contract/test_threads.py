@@ -26,20 +26,18 @@ THREADS = {
     # How each thread of the package goes on after an error that nobody expected, or why it need not.
     "transport/peers/handshakes.py _shake_hands": "one connection; guarded as a whole",
     "transport/peers/service.py _run": "guarded for each peer, and as a whole",
-    "transport/tcp/loop.py _serve": "guarded for each peer, and as a whole",
     "transport/peers/heartbeat.py _run": "a kernel, which raises nothing",
     "transport/verbs/watch.py _complete": "guarded for each peer, and as a whole",
     "transport/verbs/watch.py _settle": "one peer; ends its channel",
     "transport/verbs/channel.py _give_up_region": "one region; breaks the channel off",
     "transport/gpu/behind.py _serve": "guarded; what waits for that GPU fails",
     "transport/verbs/gpu.py _tend": "guarded",
-    "transport/verbs/stripes.py _announce": "guarded; breaks the channel off",
     "transport/cuda/device.py _watch": "guarded for each peer",
     "transport/cuda/channel.py _forget": "one region; breaks the channel off",
     "transport/cuda/lane.py _linger": "what is left of one channel that has ended",
-    "rdmarpc/polling/pool.py _pool": "guarded for each message and each job",
-    "rdmarpc/polling/pool.py _watch": "guarded",
-    "rdmarpc/polling/pool.py _run_rest": "guarded for each job",
+    "rdmarpc/links/polling/pool.py _pool": "guarded for each message and each job",
+    "rdmarpc/links/polling/pool.py _watch": "guarded",
+    "rdmarpc/links/polling/pool.py _run_rest": "guarded for each job",
     "rdmarpc/calls/timeouts.py _run": "guarded for each call",
     "rdmarpc/references/carrier.py _catch_up": "one worker, which is lost then",
     "rdmarpc/message/gpu.py _bury": "guarded for each peer",
@@ -136,7 +134,7 @@ class Hub:
     def loops(self) -> Any:
         """What has the loop."""
         device: Any = self.device
-        return device._loop if self.kind == "tcp" else device._service
+        return device._service
 
     def goes_on(self) -> None:
         """Newcomers are accepted, and deaths noticed: of the second peer."""
@@ -241,13 +239,12 @@ def test_welcoming(kind: str, open_device: Open, error: BaseException) -> None:
 
 def test_waiting_for_what_comes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     loops = hub.loops()
-    name, method = ("_epoll", "poll") if hub.kind == "tcp" else ("_selector", "select")
-    true = getattr(loops, name)
-    fails = Raises(getattr(true, method), times=3)
-    monkeypatch.setattr(loops, name, Instead(true, **{method: fails}))
+    true = loops._epoll
+    fails = Raises(true.poll, times=3)
+    monkeypatch.setattr(loops, "_epoll", Instead(true, poll=fails))
     hub.theirs[0].close()
     comes(lambda: not fails.left)
-    monkeypatch.setattr(loops, name, true)
+    monkeypatch.setattr(loops, "_epoll", true)
     hub.goes_on()
 
 

@@ -32,7 +32,7 @@ def test_what_a_timeout_is():
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_waits(kind: str):
+def test_every_wait_takes_the_same_timeouts(kind: str):
     here, there, away = (transport.open_device(kind) for _ in range(3))
     try:
         with pytest.raises(ValueError, match="got nan"):

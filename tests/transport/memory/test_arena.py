@@ -112,7 +112,7 @@ def test_a_warm_block_comes_back_first(nbytes: int) -> None:
     assert [arena.allocate(nbytes).offset for _ in range(3)] == [first.offset, third.offset, second.offset]
 
 
-def test_growth() -> None:
+def test_an_arena_grows_by_segments() -> None:
     arena = make_arena()
     arena.allocate(1)
     assert [segment.nbytes for segment in arena.segments] == [SEGMENT_BYTES]
@@ -159,9 +159,9 @@ def test_a_failed_segment_changes_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=0, max_size=4), st.sampled_from([torch.float32, torch.bfloat16, torch.bool]))
-def test_tensors(shape: list[int], dtype: torch.dtype) -> None:
+def test_a_tensor_gives_its_block_back(shape: list[int], dtype: torch.dtype) -> None:
     arena = make_arena()
-    tensor = arena.tensor(shape, dtype)
+    tensor = arena.readable.tensor(shape, dtype)
     assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype and tensor.is_contiguous()
     tensor.fill_(1)
     view = tensor.reshape(-1)[:1] if tensor.numel() else tensor
@@ -182,7 +182,7 @@ def test_tensors_come_and_go_on_many_threads() -> None:
     def run(lane: int) -> None:
         try:
             for turn in range(200):
-                tensors = [arena.tensor((64 * (turn % 7 + 1),), torch.int64).fill_(lane) for _ in range(4)]
+                tensors = [arena.readable.tensor((64 * (turn % 7 + 1),), torch.int64).fill_(lane) for _ in range(4)]
                 assert all(bool((tensor == lane).all()) for tensor in tensors)
         except BaseException as error:
             errors.append(error)
@@ -200,10 +200,10 @@ def test_tensors_come_and_go_on_many_threads() -> None:
 
 def test_a_gradient_keeps_its_storage() -> None:
     arena = make_arena()
-    weight = arena.tensor((100,), torch.float32).fill_(2.0).requires_grad_()
+    weight = arena.readable.tensor((100,), torch.float32).fill_(2.0).requires_grad_()
     product = (weight * weight).sum()
     del weight
-    arena.tensor((100,), torch.float32).fill_(-1.0)
+    arena.readable.tensor((100,), torch.float32).fill_(-1.0)
     product.backward()
     assert arena.used >= 2 * size_class(400)
 
@@ -233,9 +233,9 @@ def test_memory_that_the_host_refuses_is_an_error_and_no_signal(tmp_path: Path) 
         arena = Arena(lambda nbytes, pool: segment, 4 * MIB)
         segment = Segment(1, 0, mmap.mmap(file.fileno(), 4 * MIB), arena.readable, unwritable.fileno())
         with pytest.raises(ArenaFull, match="this host has no memory for 2097152 more bytes"):
-            arena.tensor((2 * MIB,), torch.uint8)
+            arena.readable.tensor((2 * MIB,), torch.uint8)
         segment.fd = file.fileno()
-        assert arena.tensor((4 * MIB,), torch.uint8).fill_(1).sum() == 4 * MIB  # nothing was lost
+        assert arena.readable.tensor((4 * MIB,), torch.uint8).fill_(1).sum() == 4 * MIB  # nothing was lost
 
 
 def test_tensors_that_the_collector_frees_while_all_are_looked_at() -> None:
@@ -243,9 +243,9 @@ def test_tensors_that_the_collector_frees_while_all_are_looked_at() -> None:
     gc.collect()
     gc.disable()
     limits = gc.get_threshold()
-    kept = [arena.tensor((64,), torch.uint8) for _ in range(60)]
+    kept = [arena.readable.tensor((64,), torch.uint8) for _ in range(60)]
     for _ in range(60):
-        cycle: list[object] = [arena.tensor((64,), torch.uint8)]
+        cycle: list[object] = [arena.readable.tensor((64,), torch.uint8)]
         cycle.append(cycle)
     del cycle
     taken = [(number, number) for number in range(4000)]  # no tuple is left that can be used again

@@ -139,7 +139,7 @@ def test_an_adapter_that_the_firmware_places_comes_before_one_it_does_not() -> N
     assert verbs_ports.rank([soft, far])[0] == [far, soft]
 
 
-def test_places() -> None:
+def test_a_place_is_a_device_a_port_or_an_interface() -> None:
     one, two = roce("mlx5_0", *FOUR_OF_A_PORT), roce("mlx5_0", gid(1, "10.1.0.1", netdev="eth1"), number=2)
     bond = roce("mlx5_bond_0", gid(1, "10.2.0.1", netdev="bond0"))
     infini = ib("mlx5_1")

@@ -71,8 +71,7 @@ def test_a_worker_connects_past_more_slow_strangers_than_are_served_at_once(
 def test_a_handshake_has_one_deadline_however_slowly_the_peer_trickles(
     kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("shm", "tcp", "verbs") if kind == "verbs" else ("shm", "tcp"):
-        monkeypatch.setattr(f"rdmarpc.transport.{module}.device.HANDSHAKE_S", 1.5)
+    monkeypatch.setattr("rdmarpc.transport.listening.HANDSHAKE_S", 1.5)
     device = open_device(kind)
     with dribbling(device.address, 1) as (sock,):
         started = time.monotonic()
@@ -85,10 +84,9 @@ def test_a_handshake_has_one_deadline_however_slowly_the_peer_trickles(
 
 def test_a_worker_that_has_proven_itself_may_be_slow(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that gives it the processor seldom. It was hung up on, and its connection was lost."""
-    for module in ("shm", "tcp", "verbs") if kind == "verbs" else ("shm", "tcp"):
-        of_device = f"rdmarpc.transport.{module}.device"
-        monkeypatch.setattr(f"{of_device}.HANDSHAKE_S", 0.5)
-        monkeypatch.setattr(f"{of_device}.reach", lambda *given: (of_handshakes.reach(*given), time.sleep(1.5))[0])
+    monkeypatch.setattr("rdmarpc.transport.listening.HANDSHAKE_S", 0.5)
+    slow = lambda *given: (of_handshakes.reach(*given), time.sleep(1.5))[0]  # noqa: E731
+    monkeypatch.setattr("rdmarpc.transport.listening.reach", slow)
     b, a = open_device(kind), open_device(kind)
     a.connect(b.address, timeout=T).notify(1)
     b.accept(timeout=T).close()

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 from transport_peer import works
@@ -53,9 +52,7 @@ PATIENCE_S = 600.0
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No handshake of a device of this process is given up for its length, until the test ends."""
-    for module in ("shm", "tcp", "verbs"):
-        with suppress(ImportError):  # no libibverbs
-            monkeypatch.setattr(f"rdmarpc.transport.{module}.device.HANDSHAKE_S", PATIENCE_S)
+    monkeypatch.setattr("rdmarpc.transport.listening.HANDSHAKE_S", PATIENCE_S)
 
 
 # -- authentication

@@ -94,7 +94,7 @@ def test_who_waits_reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer.post().wait(T)
     ba.expect(3).wait(T)
     small, other = read_by_io(ba, monkeypatch)
-    monkeypatch.setattr(pair.b._loop._looks, "due", lambda: 0.0)  # type: ignore[attr-defined]  # before a look it reads all
+    monkeypatch.setattr(pair.b._service.looks, "due", lambda: 0.0)  # type: ignore[attr-defined]  # before a look it reads all
     for number in range(20):
         here.fill_(number)
         thread, ended = waiting(ba, 3)

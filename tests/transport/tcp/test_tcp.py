@@ -106,7 +106,7 @@ def test_tcp_over_ipv6(open_device: Open) -> None:
     works(open_device("tcp"), b)
 
 
-def test_places() -> None:
+def test_a_place_is_an_interface_or_an_address_and_a_port() -> None:
     assert split_place("eth0") == ("eth0", 0)
     assert split_place("10.0.0.1:99") == ("10.0.0.1", 99)
     assert split_place("[fe80::1]:99") == ("fe80::1", 99)

@@ -198,7 +198,7 @@ def test_another_secret_is_an_error_at_both(open_device: Open, caplog: pytest.Lo
 
 
 @needs_openssl
-def test_certificates(open_device: Open, tmp_path: Path) -> None:
+def test_certificates_prove_beside_the_job_secret(open_device: Open, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "job")
     a, b = (open_device("tcp", secret=SECRET, tls=authority.options(name)) for name in ("a", "b"))
     works(a, b)
@@ -298,7 +298,7 @@ def test_the_handshake_has_one_deadline(open_device: Open, trickle: bytes) -> No
 # -- what devices say of it
 
 
-def test_options(open_device: Open) -> None:
+def test_tls_is_proven_by_the_job_secret(open_device: Open) -> None:
     works(open_device("tcp", tls=True), open_device("tcp", tls=True))  # proven by this user's secret on this host
     with pytest.raises(TypeError, match="tls is True, False or TlsOptions"):
         open_device("tcp", secret=SECRET, tls="yes")

@@ -1,0 +1,199 @@
+"""The modules under torch's names. Each asks ours for a name when it is first used: a process without RPC loads nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+from . import differences
+
+_RPC = ("rdmarpc", "rdmarpc.api", "rdmarpc.drop_in.backend_registry", "rdmarpc.drop_in.constants")
+MEANT: dict[str, tuple[str, ...]] = {
+    "torch.distributed.rpc": _RPC,
+    "torch.distributed.rpc.api": ("rdmarpc.api", "rdmarpc.internal", "rdmarpc.constants"),
+    "torch.distributed.rpc.backend_registry": ("rdmarpc.drop_in.backend_registry",),
+    "torch.distributed.rpc.constants": ("rdmarpc.constants", "rdmarpc.drop_in.constants"),
+    "torch.distributed.rpc.functions": ("rdmarpc.functions",),
+    "torch.distributed.rpc.internal": ("rdmarpc.internal", "rdmarpc.api"),
+    "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.drop_in.options"),
+    "torch.distributed.rpc.rref_proxy": ("rdmarpc.drop_in.rref_proxy",),
+    "torch.distributed.autograd": ("rdmarpc.autograd",),
+    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.drop_in.remote_module"),
+    "torch.distributed.optim.optimizer": ("rdmarpc.optim",),
+    "torch._C._distributed_rpc": ("rdmarpc.api", "rdmarpc", "rdmarpc.drop_in.constants"),
+    "torch._C._distributed_autograd": ("rdmarpc.autograd",),
+}
+"""Torch's modules, and ours that have their names: the first that has one."""
+
+PACKAGES = {"torch.distributed.rpc"}
+LATER = {
+    "torch.distributed.optim": ("torch.distributed.optim.optimizer", "DistributedOptimizer"),
+    "torch.distributed.nn": ("torch.distributed.nn.api.remote_module", "RemoteModule"),
+}
+"""Packages that take a name from a module that we stand in for. Libraries import them for what else they have."""
+_ABSENT = object()
+_COMPARED = {"rpc_async", "rpc_sync", "remote"}
+"""TorchScript compares every function that it meets with these."""
+_FAMILIES = (
+    "torch.distributed.rpc",
+    "torch._C._distributed_rpc",
+    "torch.distributed.autograd",
+    "torch._C._distributed_autograd",
+)
+"""What is defined in these works with torch's own agent."""
+
+
+class StandIn(ModuleType):
+    """A module with torch's name and our functions. What is set here is set in our module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name == "is_available":
+            return _is_available
+        if not _loaded and any(LATER[package] == (self.__name__, name) and _being_imported(package) for package in LATER):
+            return _ABSENT
+        if not _loaded and name in _COMPARED and self.__name__ in _originals and asked_by("torch.jit", "torch._jit_internal"):
+            return getattr(_originals[self.__name__], name)
+        below = f"{self.__name__}.{name}"
+        if below in MEANT:
+            return importlib.import_module(below)
+        load()
+        for home in MEANT[self.__name__]:
+            module = importlib.import_module(home)
+            if hasattr(module, name):
+                found = getattr(module, name)
+                if isinstance(found, type | FunctionType):
+                    self.__dict__[name] = found  # calls find it at once; what is set here is set in both
+                return found
+        return _taken(self.__name__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__") or isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+            return
+        load()
+        homes = [importlib.import_module(home) for home in MEANT[self.__name__]]
+        setattr(next((home for home in homes if hasattr(home, name)), homes[0]), name, value)
+        self.__dict__.pop(name, None)
+
+    def __dir__(self) -> list[str]:
+        load()
+        return sorted({name for home in MEANT[self.__name__] for name in dir(importlib.import_module(home))})
+
+
+def _taken(module: str, name: str) -> Any:
+    """A name that torch's module took from elsewhere: ours, if from a module that we stand in for; else the same."""
+    why = differences.known(module, name)
+    value = vars(_originals[module]).get(name) if module in _originals and why is None else None
+    is_module = isinstance(value, ModuleType)
+    home = getattr(value, "__name__" if is_module else "__module__", None)
+    if isinstance(home, str) and home != module:
+        if home in MEANT:
+            ours = importlib.import_module(home)
+            return ours if is_module else getattr(ours, getattr(value, "__name__", name))
+        if not home.startswith(_FAMILIES) and (is_module or callable(value)):
+            return value
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r} while rdmarpc stands in for it: {why or 'torch has none, or it is state'}"
+    )
+
+
+def asked_by(*homes: str) -> bool:
+    """Whether the import, or the look at an attribute, that is under way stands in one of these modules or below."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("importlib.", __package__)):
+        frame = frame.f_back
+    return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{home}." for home in homes))
+
+
+def _being_imported(name: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
+
+
+def ask_later(package: ModuleType) -> None:
+    """One of ``LATER`` has been imported: what it has not got yet it gets from us when it is first used."""
+    names = vars(package)
+    home, wanted = LATER[package.__name__]
+    if names.get(wanted) is not _ABSENT:
+        return
+    del names[wanted]
+
+    def ours(name: str) -> Any:
+        if name != wanted:
+            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+        names[name] = getattr(_stand_ins[home], name)
+        return names[name]
+
+    names["__getattr__"] = ours
+
+
+def _is_available() -> bool:
+    return True
+
+
+_stand_ins: dict[str, StandIn] = {}
+_originals: dict[str, ModuleType] = {}
+_loaded = False
+
+
+def replaced() -> bool:
+    return bool(_stand_ins)
+
+
+def stand_in(name: str) -> StandIn:
+    return _stand_ins[name]
+
+
+def replace() -> None:
+    """Put the stand-ins where torch's modules are. Torch is imported."""
+    if _stand_ins:
+        return
+    for name in MEANT:
+        module = _stand_ins[name] = StandIn(name)
+        if name in PACKAGES:
+            module.__path__ = []
+        original = sys.modules.pop(name, None)
+        if original is None:
+            continue  # the importer asks the finder for it
+        _originals[name] = original
+        parent, _, own = name.rpartition(".")
+        if parent not in MEANT:
+            setattr(sys.modules[parent], own, module)
+        if parent == "torch._C":
+            sys.modules[name] = module
+    # TorchScript looks at two of its functions whatever the program does.
+    sys.modules["torch.distributed.autograd"] = _stand_ins["torch.distributed.autograd"]
+
+
+def load() -> None:
+    """Import our modules, once, and give them to the modules that took names from the originals."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    importlib.import_module("rdmarpc.api")
+    importlib.import_module("rdmarpc.drop_in.scripts").take_over()
+    ours: dict[int, Any] = {}
+    for name, original in _originals.items():
+        ours[id(original)] = _stand_ins[name]
+        for key, value in vars(original).items():
+            if callable(value) and _of_the_original(value):
+                meant = getattr(_stand_ins[name], key, value)
+                ours[id(value)] = meant
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module not in _originals.values():
+            _give(vars(module), ours)
+
+
+def _of_the_original(value: Any) -> bool:
+    home = getattr(value, "__module__", None) or ""
+    return home in _originals or home.startswith(("torch._C._distributed_rpc", "torch._C._distributed_autograd"))
+
+
+def _give(names: dict[str, Any], ours: dict[int, Any]) -> None:
+    for name, value in list(names.items()):
+        if id(value) in ours and not isinstance(value, StandIn):
+            names[name] = ours[id(value)]

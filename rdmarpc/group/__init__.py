@@ -1,1 +1,0 @@
-"""The group of workers: how a worker joins, finds the others, and learns that they join and leave; meetings of all."""

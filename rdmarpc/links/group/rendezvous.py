@@ -1,0 +1,294 @@
+"""How workers find each other: records in a torch store, checked before any worker trusts them.
+
+Each worker publishes its name and rank, where it listens, which key it holds, and a proof (HMAC over the record) that it knows
+the job secret. The first to publish for a rank has the rank. Keys of the store carry a prefix for each ``init_rpc`` of the
+process over that store, so that a store can be used again, also beside a process group.
+
+A static group (``Rendezvous``) is complete from the start; a dynamic one is in ``registry``. A store serves one kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from datetime import timedelta
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+
+from ...options import RpcBackendOptions
+from ...transport import AuthenticationError, PeerLost, TransferTimeout
+from . import slurm
+from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
+from .members import Record, record_key, refuse_twins
+from .restarts import Restarts, restarted_by_launcher, runs
+
+_met: dict[bytes, int] = {}
+"""How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
+that was in a group elsewhere before meets those that were not."""
+_FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.005
+_FIRST_LOOK_S = 0.5
+"""Seconds after which the missing workers are noted for the first time; then again after twice that time, and so on."""
+_DIAL_S = 0.05
+_KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
+FOR_EVER_S = 24 * 3600.0
+
+
+def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
+    """The store behind ``init_method``, our rank, and how many workers there will be: 0 in a dynamic group. Raises what torch's
+    rendezvous raises, ``TransferTimeout`` if nobody hosts the store, ``PeerLost`` if it ends meanwhile, and ``RuntimeError`` if
+    it belongs to a group of the other kind."""
+    method, scheme = options.init_method, urlparse(options.init_method).scheme
+    if scheme == "slurm":
+        task = slurm.this_task(method)
+        rank, world_size, method = task.rank, task.world_size, task.init_method
+    if scheme == "file" and not os.path.isdir(folder := os.path.dirname(urlparse(method).path) or "."):
+        raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
+    limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
+    # As torchrun leaves it: everything is in the environment.
+    launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
+    if world_size or launched:
+        store, rank, size = _static_store(method, rank, world_size or -1, limit)
+    else:
+        store, size = dist._create_store_from_options(options, rank), 0
+        if scheme == "env":
+            rank = int(os.environ.get("RANK", rank))
+    store.set_timeout(limit)
+    kind = b"static" if size else b"dynamic"
+    try:
+        found = store.compare_set(_KIND, "", kind.decode())
+    except dist.DistError:
+        raise _store_ended() from None
+    if found != kind:
+        raise RuntimeError("RPC group mixes statically and dynamically initialized members which is not supported.")
+    return store, rank, size
+
+
+def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
+    """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
+    and the others wait for a store without naming its host: so here no worker waits inside of it."""
+    url = urlparse(method)
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT") or 0) or None
+        rank = int(os.environ.get("RANK", -1)) if rank == -1 else rank
+        world_size = int(os.environ.get("WORLD_SIZE", -1)) if world_size == -1 else world_size
+    if url.scheme not in ("env", "tcp") or not host or not port or rank < 0 or world_size < 1:
+        return next(dist.rendezvous(method, rank, world_size, timeout=limit))
+    launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    whose = "torchrun" if launcher else "rank 0"
+    if rank or launcher:
+        _dial(host, port, limit.total_seconds(), whose)
+    query = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1")))
+    try:
+        store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
+    except dist.DistNetworkError as error:
+        if not rank and not launcher:  # the port is taken, say
+            raise
+        raise _no_store(host, port, limit.total_seconds(), whose, str(error).partition("\n")[0]) from None
+    return store, rank, world_size
+
+
+def _dial(host: str, port: int, timeout: float, whose: str) -> None:
+    """Return when somebody listens there."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _DIAL_S > deadline:
+                raise _no_store(host, port, timeout, whose, str(error)) from None
+        time.sleep(_DIAL_S)
+
+
+def _no_store(host: str, port: int, timeout: float, whose: str, why: str) -> TransferTimeout:
+    return TransferTimeout(
+        f"no store at {host}:{port} within {timeout:g} s, so no sign of {whose}, which hosts it: {why}",
+        hint="does it run, and does a firewall let us there? rpc_timeout sets this limit",
+    )
+
+
+def wrong_secret(record: Record, name: str, rank: int) -> AuthenticationError:
+    return AuthenticationError(
+        f"worker {record.name} (rank {record.rank}) and worker {name} (rank {rank}) do not hold the same job secret",
+        peer=str(record.name),
+        hint=f"without a chosen one a group is of one user on one host; else {HOW}",
+    )
+
+
+def _times_met(store: dist.Store) -> int:
+    """How often this process has met in a store before, and counts once more."""
+    try:
+        which = bytes(store.compare_set(_STORE, "", secrets.token_hex(8)))
+    except dist.DistError:
+        raise _store_ended() from None
+    met = _met.get(which, 0)
+    _met[which] = met + 1
+    return met
+
+
+_OF_TORCH = "rpc_prefix_{}/0/{}"
+
+
+class Rendezvous:
+    """One static group's meeting point. Used by one thread, at start and at the end."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self._used = _times_met(store)
+        self._prefix = f"rdmarpc/{self._used}"
+        self._store = dist.PrefixStore(self._prefix, store)
+        self._whole = store
+        self._absent: list[str] = []
+        self._key = b""
+
+    @property
+    def too_early(self) -> bool:
+        """Whether a store that has ended may be that of the meeting before this one: this process was in it, and rank 0, which
+        hosts it, had not come to this one."""
+        return self._used > 0 and (not self._absent or "rank 0" in self._absent)
+
+    def begin(self, name: str, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
+        """The secret to open a device with (empty: that of this user on this host), and the host ids of all workers.
+
+        Raises ``RuntimeError`` if another process has our rank, what ``claim`` and ``agree`` raise, and as ``meet`` for who is
+        missing."""
+        mine, secret = claim(name, self.rank, options)
+        if restarted_by_launcher():
+            lives = Restarts(self._store, self.world_size, mine)
+            self._until(lives.agreed, lambda: lives.missing)
+            self._prefix = f"{self._prefix}/{lives.number}"
+            self._store = dist.PrefixStore(str(lives.number), self._store)
+        first = Claim.load(self._first(f"host/{self.rank}", mine.dump()))
+        if first != mine:
+            raise RuntimeError(f"rank {self.rank} is taken by {first.name}{_since(first, mine)}")
+        claims = [Claim.load(text) for text in self._all("host")]
+        agreed = agree(claims)
+        if agreed == INSECURE:
+            if self.rank == 0:  # it draws one, which everybody who reaches the store can read there
+                self._first("secret", secrets.token_hex(32))
+            self._wait([("secret", "rank 0 (it draws the job secret)")])
+            secret = bytes(self._store.get("secret"))
+        self._key = record_key(secret, self._prefix)
+        return b"" if agreed == USERS else secret, {each.host for each in claims}
+
+    def meet(self, mine: Record) -> list[Record]:
+        """Publish our record and return all, in rank order, once everybody is there.
+
+        Raises the same error at every worker: ``AuthenticationError`` for a wrong secret, ``RuntimeError`` for a name used
+        twice; ``TransferTimeout`` naming the ranks that did not join, or ``PeerLost`` naming them if the store ends meanwhile.
+        """
+        self._first(f"worker/{self.rank}", mine.dump(self._key))
+        records = []
+        for rank, text in enumerate(self._all("worker")):
+            record, proof = Record.load(text)
+            if not record.proven(proof, self._key):
+                raise wrong_secret(record, mine.name, mine.rank)
+            if record.rank != rank or record.number != rank:
+                raise AuthenticationError(f"worker {record.name} (rank {record.rank}) stands in the store as rank {rank}")
+            records.append(record)
+        refuse_twins(records)
+        return records
+
+    def _first(self, key: str, mine: str) -> bytes:
+        """Publish a value, unless another worker has. Returns the value that is published now."""
+        try:
+            return bytes(self._store.compare_set(key, "", mine))
+        except dist.DistError:
+            raise _store_ended() from None
+
+    def _all(self, kind: str) -> list[bytes]:
+        """The values that all workers published as ``kind``, in rank order."""
+        keys = [f"{kind}/{rank}" for rank in range(self.world_size)]
+        self._wait([(key, f"rank {rank}") for rank, key in enumerate(keys)])
+        return [bytes(text) for text in self._store.multi_get(keys)]
+
+    def leave(self, timeout: float, lost: Container[int]) -> None:
+        """Wait until all workers have come here. Each worker calls this last, so that none closes its connections before. Rank
+        0, which may host the store, stays until all others have seen that. Nobody waits for those that are ``lost``, which may
+        become more meanwhile; rank 0 knows of all."""
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(dist.DistError):  # the store has ended with whoever kept it: nobody can say any more
+            self._say("left", self.rank)
+            self._wait_said("left", range(self.world_size), deadline, lost)
+            if self.rank != 0:
+                self._say("gone", self.rank)
+                return
+            for rank in range(1, self.world_size):
+                if rank in lost:
+                    self._say("left", rank)
+            self._wait_said("gone", range(1, self.world_size), deadline, lost)
+
+    def _say(self, word: str, rank: int) -> None:
+        """Each worker has a key of its own. A count would be written by all of them, by each look at it, too: workers on hosts
+        whose file locks do not hold between them would overwrite each other's in a store that is a file."""
+        self._store.set(f"{word}/{rank}", "1")
+
+    def _wait_said(self, word: str, ranks: Iterable[int], deadline: float, lost: Container[int]) -> None:
+        pause = _FIRST_POLL_S
+        while keys := [f"{word}/{rank}" for rank in ranks if rank not in lost]:
+            if self._store.check(keys) or time.monotonic() > deadline:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)
+
+    def _wait(self, keys: Sequence[tuple[str, str]]) -> None:
+        """Until the keys are there. Each comes with the text of whose it is."""
+        self._until(
+            lambda: self._store.check([key for key, _ in keys]),
+            lambda: [who for key, who in keys if not self._store.check([key])],
+        )
+
+    def _others(self) -> str:
+        """Who has come to this store with torch's own RPC, by the key under which its agents meet."""
+        found = [str(rank) for rank in range(self.world_size) if self._whole.check([_OF_TORCH.format(self._used, rank)])]
+        if not found:
+            return ""
+        return (
+            f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
+        )
+
+    def _until(self, done: Callable[[], bool], absent: Callable[[], list[str]]) -> None:
+        start = time.monotonic()
+        pause, look = _FIRST_POLL_S, _FIRST_LOOK_S
+        missing: list[str] = []
+        try:
+            while not done():
+                waited = time.monotonic() - start
+                late = waited > (self.timeout or FOR_EVER_S)
+                if late or waited > look:
+                    self._absent = missing = absent()
+                    look *= 2
+                if late:
+                    raise TransferTimeout(
+                        f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}{self._others()}",
+                        hint="are all workers started with the same init_method and world_size? rpc_timeout sets this limit",
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_POLL_S)
+        except dist.DistError:
+            raise _store_ended(missing) from None
+
+
+def _store_ended(missing: Sequence[str] = ()) -> PeerLost:
+    """The error when the store ends too early. ``missing``: the workers that had not come at the last look."""
+    whom = f"; a moment before there was no sign of {', '.join(missing)}" if missing else ""
+    return PeerLost(
+        f"the group's store ended before every worker had joined: rank 0 (or torchrun), which hosts it, gave up or died{whom}",
+        hint="the output of rank 0 says why",
+    )
+
+
+def _since(first: Claim, mine: Claim) -> str:
+    """A text about the other process that has our rank."""
+    running = runs(first, mine)
+    if running is None:
+        return ", on another host or in another container"
+    if running:
+        return f" (process {first.pid})"
+    return f" (process {first.pid}, which has ended): a group meets once; start all workers again, with a fresh store"

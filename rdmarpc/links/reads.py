@@ -1,0 +1,247 @@
+"""Messages of which something is not here yet, and requests whose sender does not take the answers that it has.
+
+A body too large for a frame, and large tensors without a landing place, stay in the sender's memory and are READ. Where that
+takes a thread of the sender's (``Channel.reads_take_peer``), which may hold the GIL for long, no thread of ours waits for it:
+the READ is started, and the request begins, or its call is answered (``Caller.answer``), when the data is here.
+
+Requests of a peer are begun in the order in which they came, so later requests of that peer wait too; those of other peers do
+not. Few READs from one peer are under way at once (``ring.Held``), and only these take memory here. The number of held requests
+is bounded by what their sender may have outstanding (``ring``).
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..message.tensors import WORD_BYTES, Memory, check_wanted, to_read
+from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, bare, fresh
+from ..transport.channel import Work
+from .frames import BULK, READS, Frame
+from .ring import Link
+
+AWAY = BULK | READS
+"""Flags of messages of which not everything came with the frame."""
+_LENGTHS = struct.Struct("<QQQQQ")
+"""Bytes of function, payload, table and data, and the number of tensors: a frame's own count has 16 bits."""
+
+
+class Kept:
+    """The memory of an answer that a peer may still READ. ``lend`` is told of its bytes, and of their end."""
+
+    __slots__ = ("_keep", "_lend", "nbytes")
+    deadline: float | None = None
+
+    def __init__(self, runs: list[torch.Tensor], lend: Callable[[int], None]) -> None:
+        self._keep, self._lend = [*runs], lend
+        self.nbytes = sum([run.nbytes for run in runs])
+        lend(self.nbytes)
+
+    def hold(self, bulk: torch.Tensor) -> None:
+        self._keep.append(bulk)
+        self.nbytes += bulk.nbytes
+        self._lend(bulk.nbytes)
+
+    def end(self) -> None:
+        """Count the memory no longer, because it was READ."""
+        self._lend(-self.nbytes)
+
+
+def leave(
+    parts: tuple[bytes, bytes, bytes, bytes], tensors: int, memory: Memory, link: Link, deadline: float | None
+) -> tuple[bytes, torch.Tensor]:
+    """The payload to send instead of function, payload, table and data, and the memory to keep until they have been read."""
+    body = b"".join(parts)
+    bulk = memory.empty(link.channel, len(body), deadline)
+    memoryview(bulk.numpy())[:] = body
+    lengths = _LENGTHS.pack(*[len(part) for part in parts], tensors)
+    return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
+
+
+def fetch(frame: Frame, memory: Memory, link: Link, deadline: float | None = None) -> Frame:
+    """The frame with its body, READ from the sender if it did not fit."""
+    if not frame.flags & BULK:
+        return frame
+    body, place = _place_of(frame, memory, link, deadline)
+    link.channel.memcpy(body, place).wait()
+    return _filled(frame, body, link)
+
+
+def _place_of(frame: Frame, memory: Memory, link: Link, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
+    """Memory for a body that did not fit its frame, and where the sender has it."""
+    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)[:4]), deadline)
+    return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
+
+
+def _filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
+    """The frame with its body, which was READ."""
+    function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
+    link.count_read()
+    content, data = body.numpy(), function + payload + table
+    inner, rest = content[:data].tobytes(), bytearray(content[data:])
+    return frame._replace(tensors=tensors, function=function, payload=payload, table=table, body=inner, data=rest)
+
+
+class _AtOnce:
+    """Memory for messages (``tensors.Memory``), for threads that must not wait for it: ``ArenaFull`` if there is none."""
+
+    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
+        return channel.pool.run(nbytes)
+
+
+_WITHOUT_WAITING = _AtOnce()
+
+
+class Fetch:
+    """The READs of one message. ``ready``: all of it is here, or never will be. ``runs``: the large tensors that were READ
+    ahead; ``None``: they are READ where they are unpacked. ``error``: why something could not be READ.
+
+    A READ owns its memory until it has ended, even if nobody wants the message any more."""
+
+    __slots__ = ("_body", "_link", "_place", "_under_way", "_word", "_work", "error", "frame", "ready", "runs")
+
+    def __init__(self, link: Link, frame: Frame) -> None:
+        self._link, self.frame = link, frame
+        self.ready = not (frame.flags & AWAY and link.channel.reads_take_peer)
+        self.runs: list[torch.Tensor] | None = None
+        self.error: BaseException | None = None
+        self._under_way: torch.Tensor | None = None  # the body, until it is here
+        self._body: torch.Tensor | None = None
+        self._place: RemoteRegion | None = None  # of the word of a request that is recallable, until it is READ
+        self._word: torch.Tensor | None = None
+        self._work: Work | None = None
+
+    def advance(self, memory: Memory, deadline: float | None = None) -> Work | None:
+        """Start the next READ, when the one before has ended; ``None`` if nothing is left to READ, or nothing can be (after
+        ``ArenaFull`` it may be tried again). Waits as ``memory`` does, which gets ``deadline``. One thread at a time."""
+        try:
+            if self._work is not None:
+                self._work.wait()
+                if self._under_way is not None:
+                    self._body, self._under_way = self._under_way, None
+            self.error = None
+            self._work = self._next(memory, deadline)
+        except BaseException as error:
+            self._work, self._under_way, self.error = None, None, bare(error)  # kept, so without frames
+        self.ready = self._work is None
+        return self._work
+
+    def run(self, over: Callable[[], None]) -> None:
+        """Do all READs, one after the other, without ever waiting, and call ``over()`` at the end (see ``Work.then``)."""
+        if self.advance(_WITHOUT_WAITING) is None:
+            over()
+        else:
+            self.run_on(over)
+
+    def run_on(self, over: Callable[[], None]) -> None:
+        """Go on with ``run`` when the READ that is under way has ended."""
+        assert self._work is not None
+        self._work.then(partial(self.run, over))
+
+    def finish(self, memory: Memory, deadline: float | None, *, patient: bool) -> None:
+        """Do the READs for which there was no memory before. Waits for memory as ``memory`` does, and, if ``patient``, for the
+        data until the ``deadline``. Raises ``TransferTimeout`` if a READ is still under way."""
+        while (work := self.advance(memory, deadline)) is not None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                work.wait(left if patient else 0.0)
+            except TransferTimeout:
+                raise
+            except RdmaError:
+                pass  # it is kept, by ``advance``
+
+    def whole(self, memory: Memory) -> Frame:
+        """The frame with its body. Raises why that did not come."""
+        if self._body is not None:
+            self.frame, self._body = _filled(self.frame, self._body, self._link), None
+        elif self.runs is None:
+            self.check()
+            self.frame = fetch(self.frame, memory, self._link)
+        return self.frame
+
+    def take(self) -> list[torch.Tensor]:
+        """The runs, once. Raises why they could not be READ."""
+        self.check()
+        assert self.runs is not None
+        runs, self.runs = self.runs, []
+        return runs
+
+    def check(self) -> None:
+        """Raises why something could not be READ."""
+        if self.error is not None:
+            raise fresh(self.error)
+
+    def _next(self, memory: Memory, deadline: float | None) -> Work | None:
+        """The body, then the runs, then the word of a recallable request, which is looked at when it is here."""
+        link, frame = self._link, self.frame
+        if self.runs is None:
+            if frame.flags & BULK and self._body is None:
+                self._under_way, place = _place_of(frame, memory, link, deadline)
+                return link.channel.memcpy(self._under_way, place)
+            if not frame.flags & READS:
+                self.runs = []
+                return None
+            table, tensors = frame.body[frame.function + frame.payload :], frame.tensors
+            if self._body is not None:
+                function, payload, nbytes, _, tensors = _LENGTHS.unpack_from(frame.body)
+                table = self._body[function + payload : function + payload + nbytes].numpy().tobytes()
+            places, self._place = to_read(table, tensors)
+            runs = [memory.empty(link.channel, nbytes, deadline) for nbytes, _ in places]
+            work = link.channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
+            self.runs = runs
+            return work
+        if self._place is not None:
+            self._word = memory.empty(link.channel, WORD_BYTES, deadline)
+            place, self._place = self._place, None
+            return link.channel.memcpy(self._word, place)
+        word, self._word = self._word, None
+        if word is not None:
+            check_wanted(word)
+        return None
+
+
+def hold(server: Any, link: Link, frame: Frame) -> None:
+    """Begin this request when its data is here, and those before it have begun. ``server``: the side of a worker that serves
+    requests (``calls/callee``). Its ``begin(link, request)`` is called on a thread of its pool."""
+    link.held.add(Fetch(link, frame))
+    _go_on(server, link)  # it may be its turn
+
+
+def resume(server: Any, link: Link) -> None:
+    """Go on with the requests of a peer, which may have taken its answers. Never blocks. The thread that reads the rings calls
+    it, and then gives the new job to the pool."""
+    if link.held.any and not link.crowded:
+        server.pool.jobs.append(partial(_go_on, server, link))
+
+
+def _go_on(server: Any, link: Link) -> None:
+    while (request := link.held.next_to_read()) is not None:
+        _advance(server, link, request)
+    if link.crowded:
+        return
+    request = link.held.take()
+    if request is None:
+        return
+    if link.held.any:
+        server.pool.submit(partial(_go_on, server, link))
+    server.begin(link, request)
+
+
+def _advance(server: Any, link: Link, request: Fetch) -> None:
+    work = request.advance(server.memory)
+    if work is None:
+        link.held.over()
+    else:
+        link.held.reads(1)
+        work.then(lambda: server.pool.submit(partial(_came, server, link, request)))
+
+
+def _came(server: Any, link: Link, request: Fetch) -> None:
+    link.held.reads(-1)
+    _advance(server, link, request)
+    _go_on(server, link)

@@ -1,0 +1,169 @@
+"""Devices whose peers come to a socket of theirs: how two of them meet.
+
+Both ends prove themselves (``peers/auth``), then they exchange setups: first the one that connects. A bad peer costs only its
+own connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .channel import Channel
+from .device import Device
+from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .memory.arena import Pool
+from .peers.guard import Guard, broken_by
+from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
+from .peers.service import Service
+from .timeouts import of_socket
+from .tls.stream import authenticated
+
+if TYPE_CHECKING:
+    from .tls.handshake import Tls
+
+MAX_HELLO = 64 << 10
+
+
+class ListeningDevice(Device):
+    """A device with a ``Service`` that hears its peers."""
+
+    _service: Service
+    _tls: Tls | None = None
+
+    def _listen_on(self, listener: socket.socket, guard: Guard, **more: Any) -> None:
+        """Make the service, which is still to be started. ``more``: as for ``Service``."""
+        self._service = Service(
+            self.name,
+            listener,
+            self._looks,
+            welcome=self._welcome,
+            hear=self._hear,
+            look=self._look,
+            lost=self.lost,
+            guard=guard,
+            **more,
+        )
+
+    # -- by a device, on the thread of the service (``Service``)
+
+    def _hear(self, channel: Any) -> None:
+        raise NotImplementedError
+
+    def _look(self, channel: Any, seconds: float) -> None:
+        raise NotImplementedError
+
+    # -- by a device, for two ends that meet
+
+    def _offer(self, sock: socket.socket) -> AbstractContextManager[Any]:
+        """What of ours goes into a setup, until both are exchanged."""
+        return contextlib.nullcontext()
+
+    def _send_setup(self, sock: socket.socket, ours: Any, hello: bytes) -> None:
+        raise NotImplementedError
+
+    def _receive_setup(self, sock: socket.socket, ours: Any) -> Any:
+        """A channel to the peer."""
+        raise NotImplementedError
+
+    def _answer(self, sock: socket.socket, ours: Any, channel: Any) -> None:
+        """Send our setup to one that connected. ``greet`` may publish the channel: what others post on it comes after."""
+        self._send_setup(sock, ours, _checked(self.door.greet(channel)))
+
+    def _adopt(self, channel: Any) -> None:
+        """Serve a channel from now on. ``PeerLost`` if the device was closed meanwhile."""
+        raise NotImplementedError
+
+    def lost(self, channel: Any, error: RdmaError) -> None:
+        """End a channel because serving it failed, or making it. The peer is told, and the listener here. Any thread."""
+        raise NotImplementedError
+
+    # -- the one that connects
+
+    def _reach(
+        self,
+        dial: Callable[[float], socket.socket],
+        where: str,
+        uid: str,
+        *,
+        hello: bytes,
+        timeout: float,
+        pool: Pool | None,
+    ) -> Channel:
+        """See ``connect``. ``dial(seconds)`` makes a connection to ``where``, ``uid`` has to be the peer's."""
+        deadline = time.monotonic() + of_socket(timeout)
+        try:
+            sock, key = reach(dial, partial(self._prove, initiator=True, deadline=deadline, expect=uid), deadline)
+            try:
+                return self._meet(sock, key, hello, deadline, pool)
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, RdmaError, ValueError) as error:
+            if self.closed:
+                raise self._closed(where) from None
+            late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
+            if late or isinstance(error, TimeoutError):
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device=self.name) from None
+            if isinstance(error, OSError):
+                raise broken_by(error, "connecting", peer=where, device=self.name) from error
+            raise
+
+    def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> Channel:
+        """All after the proof, on the side that connects."""
+        with self._service.handshakes.limited(sock, deadline), self._offer(sock) as ours:
+            self._send_setup(sock, ours, _checked(hello))
+            channel = self._receive_setup(sock, ours)
+        self.door.know(channel, channel.peer_uid, key)
+        channel.own_pool = pool
+        self._adopt(channel)
+        return channel
+
+    def _prove(self, sock: socket.socket, *, initiator: bool, deadline: float, expect: str = "") -> tuple[socket.socket, bytes]:
+        """The stream to go on with, and the peer's key."""
+        identity = self.memory.identity
+        with self._service.handshakes.limited(sock, deadline):
+            return authenticated(sock, self._tls, self.secret, identity, initiator=initiator, deadline=deadline, expect=expect)
+
+    def _closed(self, peer: str) -> PeerLost:
+        return PeerLost("the device was closed meanwhile", peer=peer, device=self.name, status="CLOSED")
+
+    # -- the one that was connected to, on a thread for each connection
+
+    def _welcome(self, came: socket.socket) -> None:
+        sock, channel = came, None
+        try:
+            sock, key = self._admit(came)
+            with contextlib.ExitStack() as stack:
+                with self._service.handshakes.limited(sock, time.monotonic() + SETUP_S):
+                    ours = stack.enter_context(self._offer(sock))
+                    channel = self._receive_setup(sock, ours)
+                self.door.know(channel, channel.peer_uid, key)
+                self._answer(sock, ours, channel)
+            self._adopt(channel)
+            self.door.welcomed(channel)
+        except BaseException as error:
+            self.door.refused(sock, error)
+            if channel is not None:  # which on_connect may have published
+                why = f"the connection broke as it was made: {error}"
+                self.lost(channel, PeerLost(why, peer=channel.peer, device=self.name))
+            sock.close()
+            if not isinstance(error, EXPECTED):
+                raise
+
+    def _admit(self, came: socket.socket) -> tuple[socket.socket, bytes]:
+        """As ``_prove``, of a peer that came: it is no stranger from then on."""
+        proven = self._prove(came, initiator=False, deadline=time.monotonic() + HANDSHAKE_S)
+        self._service.handshakes.proven(came)
+        return proven
+
+
+def _checked(hello: bytes) -> bytes:
+    if len(hello) > MAX_HELLO:
+        raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
+    return hello
