@@ -84,7 +84,7 @@ setup(
         "rdmarpc": ["py.typed", "tools/site/*.py", "tools/*.tsv"],
         "rdmarpc.experiments": ["conf/*.yaml", "conf/*/*.yaml"],
     },
-    install_requires=["torch>=2.10", "llvmlite>=0.44", "numpy", "cryptography>=42"],
+    install_requires=["torch>=2.10", "numba>=0.63", "llvmlite>=0.46", "numpy", "cryptography>=42"],
     extras_require={
         "test": TEST,
         "experiments": EXPERIMENTS,

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "llvmlite", "numpy", "scikit-learn")
+PACKAGES = ("torch", "numba", "llvmlite", "numpy", "scikit-learn")
 PEERS = ("grpcio", "gymnasium")
 """Packages that some experiments compare with or stand on, where they are installed."""
 

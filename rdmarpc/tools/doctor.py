@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import ipaddress
 import json
+import pkgutil
 import platform
 import secrets
 import shutil
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .. import transport
 from ..transport import AutoDevice, RdmaError, host_id, open_device
 from ..transport.memory.arena import default_limit
 from ..transport.nic import choice
@@ -23,11 +26,13 @@ from ..transport.nic.sysfs import Found, survey
 from ..transport.peers.address import where_to_listen
 from ..transport.sandboxed import processors
 from ..transport.tls import openssl
+from ..transport.words.compiled import kernels
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
 
 _CONNECT_TIMEOUT_S = 3.0
 _WIDTH = 100
+_BAR = 40
 _CHOSEN = 3  # lines of a port that say what was chosen; the others, why not another
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
 _SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
@@ -178,6 +183,18 @@ def taken(found: list[Way]) -> str:
     return next((way.device for way in found if not way.why_not), "")
 
 
+def compile_kernels() -> None:
+    """Have the code of all kernels on disk; shows on standard error how far it is."""
+    for module in pkgutil.walk_packages(transport.__path__, f"{transport.__name__}."):
+        importlib.import_module(module.name)
+    importlib.import_module("rdmarpc.links.polling.steps")
+    for done, kernel in enumerate(kernels, 1):
+        kernel.load()
+        filled = _BAR * done // len(kernels)
+        text = f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {done} of {len(kernels)} kernels"
+        print(text, end="\n" if done == len(kernels) else "", file=sys.stderr, flush=True)
+
+
 # -- the page
 
 
@@ -214,12 +231,16 @@ def _entry(state: str, topic: str, text: str, hint: str, width: int) -> list[str
 
 
 def main(arguments: list[str]) -> None:
-    """``rdmarpc doctor [PEER] [--require rdma] [--json]``: exit code 1 if nothing reaches the peer, or not what is required."""
+    """``rdmarpc doctor [PEER] [--require rdma] [--json] [--compile]``: exit code 1 if nothing reaches the peer, or not what is
+    required."""
     parser = argparse.ArgumentParser(prog="rdmarpc doctor", description=__doc__)
     parser.add_argument("peer", nargs="?", help="Device.address of a running worker, or the name of a host")
     parser.add_argument("--require", choices=["rdma"], default="", help="exit with 1 unless RDMA (to the peer) is possible")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--compile", action="store_true", help="first compile all kernels, so that no later process has to")
     given = parser.parse_args(arguments)
+    if given.compile:
+        compile_kernels()
     findings = host()
     try:
         # The secret is our own: nobody gets in while we look.

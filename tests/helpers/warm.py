@@ -18,10 +18,14 @@ import torch._dynamo  # noqa: F401 (the first optimizer of a process imports it,
 
 import rdmarpc
 import rdmarpc.transport
+from rdmarpc.transport.words.compiled import kernels
 
 for _package in (rdmarpc, rdmarpc.graph, rdmarpc.transport):
     for _module in pkgutil.walk_packages(_package.__path__, _package.__name__ + "."):
         importlib.import_module(_module.name)
+
+for _kernel in kernels:
+    _kernel.load()
 
 # Half a minute in a guest (tests/vm), where no test needs them.
 _JOBS = ("hydra", "matplotlib.pyplot", "rich", "sklearn.datasets", "torch.export._trace")

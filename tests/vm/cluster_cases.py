@@ -70,7 +70,10 @@ def compile_kernels() -> None:
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
         options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
         environment = {**os.environ, **GENERIC}
-        for program in (["-m", "experiments.train", *options], ["-c", "import rdmarpc.transport.verbs.device"]):
+        for program in (
+            ["-m", "experiments.train", *options],
+            ["-c", "from rdmarpc.cli.doctor import compile_kernels; compile_kernels()"],
+        ):
             command = [sys.executable, *program]
             subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
         here = ThisMachine(Path(folder))

@@ -57,7 +57,13 @@ def phase(name: str, *guests: Guest) -> Iterator[None]:
 
 def prewarm(arguments: list[str]) -> None:
     """On the host, where it takes seconds: byte code of modules and tests, and kernels compiled for a processor of no kind."""
-    code = f"import sys, warm, pytest; sys.exit(pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{arguments}]))"
+    code = f"""
+import sys, warm, pytest
+status = pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{arguments}])
+for kernel in warm.kernels:
+    kernel.load()
+sys.exit(status)
+"""
     path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code],

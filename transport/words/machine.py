@@ -1,7 +1,8 @@
 """Machine code of kernels, brought to life: LLVM's linker puts it into memory, and Python calls it as a builtin function.
 
-The object file of a kernel has a function of CPython's calling convention (``METH_FASTCALL``), which takes integers, lets the
-GIL go, and calls the kernel (``compiler``). So a call costs what a builtin's costs, and no compiler has to be imported.
+The object file of a kernel has a function of CPython's calling convention (``METH_FASTCALL | METH_KEYWORDS``), which takes
+integers, lets the GIL go, and calls the kernel (``compiler``). So a call costs what a builtin's costs, and no compiler has to
+be imported. Until there is code, the builtin calls a function of Python instead, which brings it about.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-ERRORS = {TypeError: "rdmarpc.TypeError", RuntimeError: "rdmarpc.RuntimeError"}
-"""The names under which code finds these classes."""
-_METH_FASTCALL = 0x0080
+TYPE_ERROR = "rdmarpc.TypeError"
+"""The name under which code finds that class. (``PyExc_TypeError`` means something else once numba is imported.)"""
+_METH_FASTCALL, _METH_KEYWORDS = 0x0080, 0x0002
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype = ctypes.py_object
-_new_builtin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+_new_builtin.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
 
 
-class _MethodDef(ctypes.Structure):
-    """``PyMethodDef``."""
+class Definition(ctypes.Structure):
+    """``PyMethodDef``. ``function``: the address of what the builtin calls; it may be set while others call it."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -37,8 +38,6 @@ class _MethodDef(ctypes.Structure):
 
 
 _addresses: dict[str, int] = {}
-_definitions: list[_MethodDef] = []
-"""Builtins refer to them for as long as the process lives."""
 
 
 def processor() -> tuple[str, str]:
@@ -62,8 +61,7 @@ def target() -> llvm.TargetMachine:
 
 @cache
 def _engine() -> llvm.ExecutionEngine:
-    for kind, name in ERRORS.items():
-        llvm.add_symbol(name, id(kind))
+    llvm.add_symbol(TYPE_ERROR, id(TypeError))
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
 
 
@@ -98,9 +96,11 @@ def address_of(code: bytes, symbol: str) -> int:
     return found
 
 
-def builtin(name: str, doc: str | None, address: int) -> Callable[..., Any]:
-    """The builtin function whose code lies at this address."""
-    definition = _MethodDef(name.encode(), address, _METH_FASTCALL, (doc or "").encode())
-    _definitions.append(definition)
-    made: Callable[..., Any] = _new_builtin(ctypes.addressof(definition), None, None)
-    return made
+def builtin(name: str, doc: str | None, stand_in: Callable[..., Any]) -> tuple[Callable[..., Any], Definition]:
+    """A builtin function, and its definition, which has to live as long. It calls ``stand_in`` until its ``function`` is set;
+    with Python 3.10 it cannot, and ``function`` is 0."""
+    # In C the same arguments: what is called or self, an array, its length, names.
+    forward = getattr(ctypes.pythonapi, "PyObject_Vectorcall", None)
+    address = ctypes.cast(forward, ctypes.c_void_p).value if forward is not None else 0
+    definition = Definition(name.encode(), address, _METH_FASTCALL | _METH_KEYWORDS, (doc or "").encode())
+    return _new_builtin(ctypes.addressof(definition), stand_in, None), definition

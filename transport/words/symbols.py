@@ -46,27 +46,15 @@ class CFunction:
         not_compiled()
 
 
-@dataclass(frozen=True)
 class Kernel:
-    """A function that is compiled. ``callback``: C code calls it, not Python. ``digest``: of all that its code is made from."""
+    """A function that is compiled. ``callback``: C code calls it, not Python."""
 
-    function: FunctionType
-    signature: Signature
-    callback: bool
-    digest: bytes
+    def __init__(self, function: FunctionType, signature: Signature, callback: bool) -> None:
+        self.function, self.signature, self.callback = function, signature, callback
 
     @property
     def name(self) -> str:
         return self.function.__qualname__
-
-    @property
-    def symbol(self) -> str:
-        return f"rdmarpc.{self.name}.{self.digest.hex()[:16]}"
-
-    @property
-    def native(self) -> str:
-        """The symbol that other kernels call."""
-        return f"{self.symbol}.native"
 
 
 operations: set[Callable[..., Any]] = set()

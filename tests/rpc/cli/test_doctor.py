@@ -18,6 +18,7 @@ from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
 from rdmarpc.transport import NotSupported, open_device
 from rdmarpc.transport.nic import sysfs
 from rdmarpc.transport.tls import openssl
+from rdmarpc.transport.words.compiled import kernels
 
 GIB = 1 << 30
 INIT_USER = "         0          0 4294967295\n"
@@ -294,3 +295,12 @@ def test_what_the_hint_promises() -> None:
         for environ in ({}, keeping)
     )
     assert without > 5_000 and kept < 500
+
+
+def test_all_kernels_are_compiled(capsys):
+    doctor.compile_kernels()
+    assert f"{len(kernels)} of {len(kernels)} kernels" in capsys.readouterr().err
+    root = Path(doctor.__file__).parents[2]
+    files = [path for folder in ("transport", "rdmarpc") for path in (root / folder).rglob("*.py")]
+    with_kernels = {str(path) for path in files if "\n@compiled" in path.read_text()}
+    assert with_kernels <= {kernel.function.__code__.co_filename for kernel in kernels}

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from forks import forks
 
 import rdmarpc.transport
 from rdmarpc.transport.words import atomics, cache, compiled, kernels
+from rdmarpc.transport.words.symbols import i64
 
-_SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols", "translation")
+_SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
 _NOBODY = pwd.getpwnam("nobody").pw_uid
 _TINY = 1000  # bytes: less than any file of the cache
 
@@ -51,7 +53,8 @@ def _import(folder, user, limit, pipe):
         sys.path.insert(0, f"{folder}/package")
         sys.dont_write_bytecode = True
         signals = importlib.import_module("words.signals")
-        assert callable(signals.ring_bell)
+        words = np.zeros(2, np.int64)
+        assert signals.ring_bell(words.ctypes.data) == 0
         pipe.send((heard.lines, "words.compiler" not in sys.modules))
     except BaseException as error:
         pipe.send((f"{type(error).__name__}: {error}", None))
@@ -229,14 +232,46 @@ def test_what_a_kernel_takes():
     ):
         with pytest.raises(error):
             kernels.load(*wrong)
+    with pytest.raises(TypeError):
+        kernels.load(address=address)
     with pytest.raises(TypeError, match="only kernels"):
         atomics.load_acquire(address)
 
 
 def test_no_compiler_is_imported():
-    """Once everything is on disk."""
-    compilers = ("numba", "scipy", "rdmarpc.transport.words.compiler", "rdmarpc.transport.words.translation")
-    program = f"import sys, rdmarpc, rdmarpc.api; print([name for name in {compilers} if name in sys.modules])"
+    """Once the code is on disk."""
+    program = """
+import sys, numpy, rdmarpc, rdmarpc.api
+from rdmarpc.transport.words import kernels
+kernels.store(numpy.zeros(1, numpy.int64).ctypes.data, 1)
+print([name for name in ("numba", "scipy", "rdmarpc.transport.words.compiler") if name in sys.modules])
+"""
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def _add_one(a):
+    return a + 1
+
+
+def _add_two(a):
+    return a + 2
+
+
+def _add_three(a):
+    return a + 3
+
+
+def test_a_first_call():
+    """Nothing is compiled before it; it refuses arguments as later ones do; any thread may make it, or a forked child."""
+    first, second, third = (compiled.compiled(i64(i64))(each) for each in (_add_one, _add_two, _add_three))
+    assert not any(each.__self__._address for each in (first, second, third))
+    with pytest.raises(TypeError, match="takes 1 integers"):
+        first(1, 2)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(second, [4] * 64)) == {6}
+    child = os.fork()
+    if child == 0:
+        os._exit(third(4))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
