@@ -71,6 +71,8 @@ _SHOWN = {
 """Messages that a timeline has, and what they are in words."""
 
 
+_NEW = (ring.INLINE, ring.META)
+"""Messages about names that no earlier one knows."""
 ENDED = -1
 """In the place of a question's number: the stream has ended, and nothing will be answered any more."""
 
@@ -249,7 +251,7 @@ class Runner:
             if self._ahead and self._put_off(words, at, start):
                 at += words[at] >> 8
                 continue
-            while self._board:  # what may not be put off sees all that was posted before
+            while self._board and words[at] & 255 not in _NEW:  # it sees all that was posted before
                 self._run_next()
             head = words[at]
             if head & 255 == ring.LAST:
@@ -257,6 +259,8 @@ class Runner:
                 break
             self._start, self._at, self._batch = start, at, words
             self._message(words, at, line)
+            if self.void is not None and self._board:
+                self._run_in_order()
             at += head >> 8
 
     def _message(self, words: list[int], at: int, line: tuple[observing.Line, int] | None) -> None:
@@ -315,6 +319,7 @@ class Runner:
             channel, notify = self.sources[region]
             record = channel.count(notify).record
             kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, channel.port)
+            self._tell()
             if self.stopped:
                 raise PeerLost("the stream ends", peer=self.channel.peer)
             self.channel.check()
@@ -323,6 +328,8 @@ class Runner:
         self._board.ran(entry)
         if self.void is not None:
             self._run_in_order()
+        if self._board and time.monotonic() - self._told_at > ring.TOLD_S:  # without any, a batch may be half run
+            self._tell()
 
     def _run_entry(self, entry: Entry) -> None:
         self._start, self._at, self._batch = entry.start, entry.at, entry.words

@@ -14,6 +14,8 @@ from beside import assert_same, batches, both, sgd, wrap
 from nets import NETS, data
 from torch import nn
 
+import rdmarpc as rpc
+
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 Loss = Callable[..., torch.Tensor]
 
@@ -281,3 +283,18 @@ def late() -> None:
 
 def test_late_errors_among_messages_that_run_in_another_order(drive):
     drive(late)
+
+
+def posted_again() -> None:
+    """A graphed step whose micro-batches run in another order."""
+    model, twin = both(NETS["perceptron"].make, {"0": "worker1", "2": "worker2"})
+    given = data("perceptron", (8,) * 6)
+    step = rpc.graphed(lambda x, y: model.forward_backward(F.cross_entropy, x, target=y, chunks=4, schedule="zero_bubble"))
+    for x, y in given:
+        assert_same(step(x, y), one_after_another(twin, F.cross_entropy, 4, x, y))
+    for each, other in zip(model.parameters(), twin.parameters()):
+        assert_same(each.grad, other.grad)
+
+
+def test_a_graphed_step_of_micro_batches_that_run_in_another_order(drive):
+    drive(posted_again)
