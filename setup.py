@@ -80,7 +80,10 @@ setup(
     python_requires=">=3.10",
     package_dir=FOLDERS,
     packages=[name for root, folder in FOLDERS.items() for name in [root, *subpackages(root, folder)]],
-    package_data={"rdmarpc": ["py.typed", "drop_in/site/*.py"], "rdmarpc.experiments": ["conf/*.yaml", "conf/*/*.yaml"]},
+    package_data={
+        "rdmarpc": ["py.typed", "tools/site/*.py", "tools/*.tsv"],
+        "rdmarpc.experiments": ["conf/*.yaml", "conf/*/*.yaml"],
+    },
     install_requires=["torch>=2.10", "numba>=0.63", "llvmlite>=0.46", "numpy", "cryptography>=42"],
     extras_require={
         "test": TEST,

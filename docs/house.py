@@ -24,14 +24,12 @@ STOREYS = [
         ["what users call:", "torch.distributed.rpc", "and models over workers"],
         ("#e9f1ea", "#c9dfcd"),
         [
-            [("cli/", "the command: run, doctor, bench, graph, timeline")],
             [
                 ("served/", "parameters at servers"),
                 ("optim/", "distributed optimizer"),
-                ("drop_in/", "under torch's names, in all libraries"),
             ],
             [("api, autograd, nn, ...", "torch's names")],
-            [("observe/", "counters, timeline, explain")],
+            [("tools/", "counters, timelines, doctor; this package under torch's names, in all libraries")],
             [("collectives/", "a backend of torch.distributed: calls in order, over lanes between the ranks")],
             [("places/", "tensors at workers: what is posted, the streams that run it; wrap")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],

@@ -33,7 +33,7 @@ _HOMES = {
     ),
     "base.worker_info": ("WorkerInfo",),
     "message.permits": ("NotAllowed",),
-    "observe.debug": ("counters", "debug_info", "explain"),
+    "tools.debug": ("counters", "debug_info", "explain"),
     "options": ("BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions"),
     "places.balance": ("auto_placement",),
     "places.checkpoint": ("load_checkpoint", "save_checkpoint"),
@@ -44,7 +44,7 @@ _HOMES = {
     "places.wrap": ("wrap",),
     "references.handle": ("RRef",),
     "served.model": ("serve",),
-    "drop_in.install": ("install",),
+    "tools.hook": ("install",),
     "transport": (
         "ArenaFull",
         "AuthenticationError",
@@ -89,9 +89,7 @@ if TYPE_CHECKING:
         shutdown,
     )
     from .base.worker_info import WorkerInfo
-    from .drop_in.install import install
     from .message.permits import NotAllowed
-    from .observe.debug import counters, debug_info, explain
     from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
     from .places.balance import auto_placement
     from .places.checkpoint import load_checkpoint, save_checkpoint
@@ -102,6 +100,8 @@ if TYPE_CHECKING:
     from .places.wrap import wrap
     from .references.handle import RRef
     from .served.model import serve
+    from .tools.debug import counters, debug_info, explain
+    from .tools.hook import install
     from .transport import (
         ArenaFull,
         AuthenticationError,
@@ -185,7 +185,7 @@ def __dir__() -> list[str]:
 _HOME = {name: home for home, names in _HOMES.items() for name in names} | {home: home for home in _HOMES if "." not in home}
 if "torch" in sys.modules:
     # A program: what makes calls is there before it forks. Not so for the ``rdmarpc`` command, and for Pythons that only may
-    # come to use RPC (``drop_in/hook``): they come here before torch, and do not wait for it.
+    # come to use RPC (``tools/hook``): they come here before torch, and do not wait for it.
     _collects = gc.isenabled()
     gc.disable()  # one collection walks all objects that torch has made, which takes as long as our imports
     try:

@@ -33,9 +33,9 @@ from .internal import PythonUDF as PythonUDF
 from .internal import RPCExecMode, _internal_rpc_pickler
 from .links import exits
 from .message import script as _script  # noqa: F401 (says how TorchScript travels)
-from .observe import debug
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
+from .tools import debug
 from .transport import PeerLost, RdmaError, timeouts
 from .transport.peers.guard import hint_for, need_descriptors
 

@@ -12,14 +12,12 @@ name ends in ``.json``). A worker whose timeline could not be gathered writes it
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,63 +28,33 @@ import torch
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .functions import async_execution
-from .observe import events
-from .observe.calls import Calls
+from .tools import events
+from .tools.recorded import Calls
 from .transport import RdmaError, host_id
 
-_LIMIT = 300_000
 _GATHER_TIMEOUT_S = 60.0
 
 
-class Timeline:
+class Timeline(Calls):
     """What one worker records, from construction to ``stop``. Thread-safe. Keeps the last ``_LIMIT`` facts, those of some
     60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
 
     def __init__(self, agent: Agent, path: str | os.PathLike[str]) -> None:
         if agent.caller.observer is not None:
             raise RuntimeError("a timeline is being recorded already")
-        self.agent, self.rank, self.path = agent, agent.me.id, Path(path)
+        super().__init__(agent.me.id)
+        self.agent, self.path = agent, Path(path)
         (self.path.parent if self.path.suffix == ".json" else self.path).mkdir(parents=True, exist_ok=True)
-        self._calls = Calls(self)
-        self._records: deque[tuple[Any, ...]] = deque(maxlen=_LIMIT)
-        self._count = itertools.count()
-        self._tracks: dict[int, str] = {}
-        self._numbers = itertools.count(1)
-        self._local = threading.local()
         self._lock = threading.Lock()
         self._stopped = 0
         self._kept = False
         self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
-        agent.observe(self._calls)
+        agent.observe(self)
         observing = self._streams()
         observing.line = self
         agent.device.on_staged = self._note_staged
-
-    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
-        """One fact, on the track of this thread: see ``observe/calls``."""
-        next(self._count)
-        self._records.append((kind, rank, call, self.track(), *fields))
-
-    def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> None:
-        """Something that is part of no call, on any track."""
-        next(self._count)
-        self._records.append(("span", self.rank, 0, track, begin, end, name, category, about))
-
-    def track(self) -> int:
-        """The number of this thread."""
-        try:
-            return self._local.track
-        except AttributeError:
-            track = self._local.track = self.new_track(threading.current_thread().name)
-            return track
-
-    def new_track(self, name: str) -> int:
-        """A number for what is no thread."""
-        track = next(self._numbers)
-        self._tracks[track] = name
-        return track
 
     @staticmethod
     def _streams() -> Any:
@@ -95,7 +63,7 @@ class Timeline:
         return observing
 
     def _note_staged(self, nbytes: int) -> None:
-        held = self._calls.message.bytes
+        held = self.message.bytes
         held["staged"] = held.get("staged", 0) + nbytes
 
     def stop(self) -> None:
@@ -114,7 +82,7 @@ class Timeline:
         """The trace of the recorded facts. Call it after ``stop``."""
         records = list(self._records)
         worker = self._worker | {"dropped": next(self._count) - len(records)}
-        for serving in list(self._calls.serving_now.values()):
+        for serving in list(self.serving_now.values()):
             records.append(("served", *serving.key, serving.track, *serving.spans(self._stopped)))
         return events.trace_of(worker, records, self._tracks, self._stopped)
 

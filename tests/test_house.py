@@ -45,19 +45,18 @@ ORDER = {
         ["calls"],
         ["places"],
         ["collectives"],
-        ["observe"],
+        ["tools"],
         ["autograd.py", "gather.py", "timeline.py"],
         ["api.py"],
-        ["nn.py", "profiling.py", "transfers.py"],
-        ["optim", "served", "drop_in"],
+        ["nn.py", "profiling.py", "transfers.py", "torch_names.py"],
+        ["optim", "served"],
         ["__init__.py"],
-        ["cli"],
-        ["__main__.py"],
+        ["cli.py", "__main__.py"],
     ],
 }
 """Rooms, and files at a storey's root, from the bottom to the top. A room imports what is below it, never its neighbours."""
 
-BEAR_NAMES = {"rdmarpc/cli", "rdmarpc/optim", "rdmarpc/places"}
+BEAR_NAMES = {"rdmarpc/optim", "rdmarpc/places"}
 """Rooms that users import by name: their ``__init__.py`` has what they import."""
 
 Place = tuple[str, str]

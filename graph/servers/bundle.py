@@ -1,6 +1,6 @@
 """Bundles: all tensors of one kind that go from one worker to another, in one slot, by one write and one notification.
 
-A slot is a header (``header``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
+A slot is a header (``layout``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
 offset. Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles
 that answer each other are each other's credit (see ``server``).
 
@@ -21,8 +21,7 @@ import torch
 
 from ...transport import Device, NotSupported, RdmaError, RemoteRegion
 from ...transport.memory.arena import SLOTS
-from .header import HEADER_BYTES, Header
-from .layout import dense, strides
+from .layout import HEADER_BYTES, Header, dense, strides
 
 if TYPE_CHECKING:
     from ...transport import Channel, Transfer, Work
@@ -207,7 +206,9 @@ class BundleOutlet:
         self._device.count_staged(nbytes)
         self._work = self._room_transfer(room, present, len(note)).post()
         if staging == TRACED:
-            self._trace(present, len(note))
+            if len(self._loose) >= _TRANSFERS:
+                self._loose.clear()
+            self._loose[present, len(note)] = _Loose(self, present, len(note))
 
     def finish(self, timeout: float) -> None:
         """Return when the sources of the last write are the caller's again. Raises ``TransferTimeout``, ``PeerLost``."""
@@ -217,8 +218,12 @@ class BundleOutlet:
         if self._let_go is not None:
             missed = self._let_go.release()
             self._let_go = None
-            if not missed and self._staging is not None:
-                self._forget_staging()
+            room = self._staging
+            if not missed and room is not None:
+                # Tracing has seen everything, so the memory of the copies is of use to others.
+                self._staging = None
+                self._rooms.pop(id(room), None)
+                self._transfers = {key: each for key, each in self._transfers.items() if key[0] != id(room)}
 
     # -- what is prepared
 
@@ -244,11 +249,6 @@ class BundleOutlet:
             self._rooms[id(room)] = room  # or its id might be another's
         return self._transfers[key]
 
-    def _trace(self, present: tuple[int, ...], note: int) -> None:
-        if len(self._loose) >= _TRANSFERS:
-            self._loose.clear()
-        self._loose[present, note] = _Loose(self, present, note)
-
     def prepare_loose(self, present: tuple[int, ...], idle: Sequence[torch.Tensor], note: int) -> Transfer:
         """A transfer with a copy a tensor, after the one of the front."""
         pairs = []
@@ -270,13 +270,6 @@ class BundleOutlet:
         if self._staging is None:
             self._staging = Room(self._device, self.bundle)
         return self._staging
-
-    def _forget_staging(self) -> None:
-        # Tracing has seen everything, so the memory of the copies is of use to others.
-        room, self._staging = self._staging, None
-        self._rooms.pop(id(room), None)
-        for key in [key for key in self._transfers if key[0] == id(room)]:
-            del self._transfers[key]
 
 
 class _Loose:

@@ -31,8 +31,8 @@ from ...transport import NotSupported, PeerLost, RdmaError, RemoteRegion, Transf
 from ...transport.peers.guard import broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .errors import WorkerError
-from .header import CHANGED, STAGED, Header
 from .kept import ASKED, Kept
+from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class End:
 
 class Server(threading.Thread):
     """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
-    times out. Everything but ``ask``, ``why``, ``lost``, ``meet`` and ``close`` belongs to its thread."""
+    times out. Everything but ``ask``, ``why``, ``meet`` and ``close`` belongs to its thread."""
 
     def __init__(
         self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float
@@ -117,9 +117,6 @@ class Server(threading.Thread):
     def why(self) -> tuple[Any, ...] | None:
         """The error that ended this server (a ``WorkerError``); ``None`` if there is none."""
         return None if self.error is None else tuple(self.error)
-
-    def lost(self, worker: str, error: RdmaError) -> None:
-        self.station.lost(worker, error)
 
     def meet(self) -> None:
         """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the

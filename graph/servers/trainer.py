@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...transport import RdmaError, RemoteRegion, TransferTimeout
-from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room, note_bytes, note_of
-from .header import CHANGED, STAGED, Header
+from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, note_bytes, note_of
+from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class Half:
         self.server = weights.source
         self.weights, self.gradients = weights, gradients
         self._station = station
-        self._inlet = BundleInlet(station, weights, self._landed)
+        self.inlet = BundleInlet(station, weights, self._landed)
+        """Its room is the memory of the parameters."""
         channel = station.channel(self.server)
         self.alarm = station.take_number(channel, self._alarmed)
         self._outlet: BundleOutlet | None = None
@@ -37,14 +38,6 @@ class Half:
         self.alarmed = False
         self.changed = False
         """Whether the step of the weights that landed last has changed gradients."""
-
-    @property
-    def room(self) -> Room:
-        """The room where the weights land: the memory of the parameters."""
-        return self._inlet.room
-
-    def offer(self) -> tuple[bytes, int]:
-        return self._inlet.offer()
 
     def connect(self, slot: tuple[bytes, int] | None) -> None:
         """Connect the outlet of the gradients to their slot at the server."""
@@ -158,7 +151,7 @@ class Trainer:
     def close(self) -> None:
         self.station.close()
         for half in self.halves.values():
-            half.room.tensors.clear()  # the parameters have their memory, and are all that shows it
+            half.inlet.room.tensors.clear()  # the parameters have their memory, and are all that shows it
 
 
 def gradient_note(tensors: int) -> int:

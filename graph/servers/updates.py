@@ -136,16 +136,17 @@ def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.P
     """A copy of the optimizer's state, per position of a parameter, in its order; in host memory."""
     positions = {id(parameter): at for at, parameter in enumerate(parameters)}
     return {
-        positions[id(parameter)]: tree_map_only(torch.Tensor, copied, entries) for parameter, entries in optimizer.state.items()
+        positions[id(parameter)]: tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_cpu else t.cpu(), entries)
+        for parameter, entries in optimizer.state.items()
     }
 
 
-def load_state(
+def load_saved(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
 ) -> None:
     """The inverse of ``copy_state``, with the devices and dtypes of ``Optimizer.load_state_dict``: those of the parameter, but
     for the number of its steps, which is float32 and lies with it where the optimizer counts on the accelerator, and else stays
-    as it is. A parameter without entries has no state then."""
+    as it is. A parameter without entries has no state then. What old versions have saved becomes what the class has now."""
     there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for at, entries in state.items():
         parameter = parameters[at]
@@ -153,14 +154,6 @@ def load_state(
             optimizer.state.pop(parameter, None)
             continue
         optimizer.state[parameter] = _as_loaded(parameter, "", entries, id(parameter) in there)
-
-
-def load_saved(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
-) -> None:
-    """``load_state`` at an owner, which has all of the optimizer's state: what old versions have saved becomes what the class
-    has now, as in ``Optimizer.load_state_dict``."""
-    load_state(optimizer, parameters, state)
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -189,8 +182,3 @@ def _as_loaded(parameter: torch.Tensor, key: Any, value: Any, counts_there: bool
     if key == "step":
         return value.to(parameter.device, torch.float32) if counts_there else value
     return value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else value.dtype)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory."""
-    return tensor.clone() if tensor.is_cpu else tensor.cpu()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,32 +12,20 @@ import torch
 import torch.distributed as dist
 
 from ..base import forked, here
-from ..options import RpcBackendOptions
 from ..transport import PeerLost, RdmaError, timeouts
 from ..transport.gpu.driver import count, kind
 from .meeting import named
-from .operations import OF_GROUP, Pairwise
-from .queue import Work
+from .operations import OF_GROUP, Collectives, groups
+from .queue import Work, failure
 
 _log = logging.getLogger("rdmarpc")
-_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _FORKED = "a process group cannot be used in a process that was forked from one of its ranks"
 
 
-class ProcessGroup(Pairwise):
+class ProcessGroup(Collectives):
     """See ``Collectives`` for what it is made of."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        ranks: Sequence[int],
-        timeout: timedelta,
-        options: RpcBackendOptions | None = None,
-        job: Any = None,
-    ) -> None:
-        super().__init__(store, rank, ranks, timeout, options, job)
-        _groups.add(self)
+    group_name = group_desc = ""
 
     def getBackendName(self) -> str:
         return "rdmarpc"
@@ -62,36 +49,28 @@ class ProcessGroup(Pairwise):
         """A group of these ranks of ours, which meet; ``None`` at the others."""
         if self.me not in ranks:
             return None
-        name = group_name or f"{self._group_name}:split:{'_'.join(map(str, ranks))}"
+        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
         limit = timeout or timedelta(seconds=self.engine.timeout)
         store = dist.PrefixStore(f"{name}/", self.store)
         made = ProcessGroup(store, ranks.index(self.me), [self.members.ranks[each] for each in ranks], limit, opts)
         made._set_group_name(name)
-        made._set_group_desc(group_desc or f"{self._group_desc}:split")
+        made._set_group_desc(group_desc or f"{self.group_desc}:split")
         return made
 
     def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
+        self.group_name = name
 
     def _set_group_desc(self, text: str) -> None:
-        self._group_desc = text
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_desc
+        self.group_desc = text
 
     # What C++ calls.
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
     def getGroupName(self) -> str:
-        return self._group_name
+        return self.group_name
 
     def getGroupDesc(self) -> str:
-        return self._group_desc
+        return self.group_desc
 
     def get_group_store(self) -> dist.Store:
         return self.store
@@ -121,8 +100,11 @@ class ProcessGroup(Pairwise):
             for work in works or ():
                 work.wait()
 
+        def finish() -> None:
+            made.finish(failure(made))
+
         made = Work(run, [], "coalesced")
-        threading.Thread(target=_finish, args=(made,), name="rdmarpc-coalesced", daemon=True).start()
+        threading.Thread(target=finish, name="rdmarpc-coalesced", daemon=True).start()
         return made
 
     def _set_sequence_number_for_group(self) -> None:
@@ -150,7 +132,7 @@ class ProcessGroup(Pairwise):
                 except Exception:
                     break
             for text in (*self.engine.unseen(), *self.pairs.unseen()):
-                _log.warning("rank %s leaves process group %s: %s", self._called, self._group_name, text)
+                _log.warning("rank %s leaves process group %s: %s", self._called, self.group_name, text)
         self._close()
 
     def forked(self) -> None:
@@ -165,7 +147,7 @@ class ProcessGroup(Pairwise):
         self.pairs.close()
         self.engine.close()
         self.staging.close()
-        _groups.discard(self)
+        groups.discard(self)
 
     def explain(self) -> list[str]:
         """Lines for people: what is under way, and who is missing."""
@@ -181,21 +163,12 @@ class ProcessGroup(Pairwise):
         return lines
 
 
-def _finish(work: Work) -> None:
-    error: BaseException | None = None
-    try:
-        work.run()
-    except BaseException as failed:
-        error = failed
-    work.finish(error)
-
-
 def _explain() -> list[str]:
-    return [line for group in list(_groups) for line in group.explain()]
+    return [line for group in list(groups) for line in group.explain()]
 
 
 def _in_child() -> None:
-    for group in list(_groups):
+    for group in list(groups):
         group.forked()
 
 

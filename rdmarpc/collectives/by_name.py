@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,48 +19,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 
-def _ours(group: Any) -> Any:
-    """A group of this backend that this rank is in, else ``None``."""
-    from .backend import ProcessGroup
-
-    found = c10d.GroupMember.WORLD if group is None else group
-    return found if isinstance(found, ProcessGroup) else None
+def _monitored_barrier(group: Any, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    group.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout, wait_all_ranks)
 
 
-def _monitored_barrier(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def monitored_barrier(
-        group: Any = c10d.GroupMember.WORLD, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        found = _ours(group)
-        if found is None:
-            theirs(group, timeout, wait_all_ranks)
-            return
-        found.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout, wait_all_ranks)
-
-    return monitored_barrier
-
-
-def _split_group(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def split_group(
-        parent_pg: Any = None,
-        split_ranks: Sequence[Sequence[int]] | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        backend: Any = None,
-    ) -> Any:
-        found = _ours(parent_pg)
-        if found is None:
-            return theirs(parent_pg, split_ranks, timeout, pg_options, group_desc, backend)
-        return _split(found, split_ranks or [], timeout, group_desc)
-
-    return split_group
-
-
-def _split(parent: Any, parts: Sequence[Sequence[int]], timeout: timedelta | None, description: str | None) -> Any:
+def _split_group(
+    parent: Any,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+    **_: Any,
+) -> Any:
     """The new group of this rank's part, ``None`` if it is in none. Parts have ranks of ``parent``. Only their members meet."""
+    parts = split_ranks or []
     ranks = [rank for part in parts for rank in part]
     if not parts or not all(parts):
         raise ValueError("split_ranks needs at least one rank in each of its parts")
@@ -70,63 +42,55 @@ def _split(parent: Any, parts: Sequence[Sequence[int]], timeout: timedelta | Non
         c10d._process_group_name([], True)  # from torch 2.15 on this counts the groups, by which all ranks name the next one
         return None
     members = [dist.get_global_rank(parent, rank) for rank in mine]
-    text = description or f"{parent.group_desc}:split"
+    text = group_desc or f"{parent.group_desc}:split"
     return dist.new_group(members, timeout, use_local_synchronization=True, group_desc=text, sort_ranks=False)
 
 
-def _set_pg_timeout(theirs: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(theirs)
-    def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
-        found = _ours(group)
-        if found is None:
-            theirs(timeout, group)
-            return
-        found.set_timeout(timeout)
-
-    return set_pg_timeout
-
-
-def _coalescing_manager(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    @contextlib.contextmanager
-    def coalescing_manager(group: Any = None, *args: Any, **named: Any) -> Iterator[Any]:
-        with theirs(group, *args, **named) as manager:
-            try:
-                yield manager
-            except BaseException:
-                if (found := _ours(group)) is not None:
-                    c10d._world.pg_coalesce_state.pop(found, None)
-                    found.collected.works = None
-                raise
-
-    return coalescing_manager
+@contextlib.contextmanager
+def _coalescing_manager(theirs: Callable[..., Any], group: Any, **named: Any) -> Iterator[Any]:
+    with theirs(group, **named) as manager:
+        try:
+            yield manager
+        except BaseException:
+            c10d._world.pg_coalesce_state.pop(group, None)
+            group.collected.works = None
+            raise
 
 
-def _maybe_attach_flight_recorder(theirs: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(theirs)
-    def maybe_attach_flight_recorder(pg: Any, *args: Any) -> None:
-        if _ours(pg) is None:
-            theirs(pg, *args)
-
-    return maybe_attach_flight_recorder
-
-
-_REPLACED = {
-    "monitored_barrier": _monitored_barrier,
-    "split_group": _split_group,
-    "_set_pg_timeout": _set_pg_timeout,
-    "_coalescing_manager": _coalescing_manager,
-    "_maybe_attach_flight_recorder": _maybe_attach_flight_recorder,
+_REPLACED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {
+    "monitored_barrier": ("group", lambda theirs: _monitored_barrier),
+    "split_group": ("parent_pg", lambda theirs: _split_group),
+    "_set_pg_timeout": ("group", lambda theirs: lambda group, timeout: group.set_timeout(timeout)),
+    "_coalescing_manager": ("group", lambda theirs: functools.partial(_coalescing_manager, theirs)),
+    "_maybe_attach_flight_recorder": ("pg", lambda theirs: lambda group, **_: None),
 }
+"""What torch calls the group, and what is called with ours instead, made of torch's function."""
 _replaced: list[str] = []
+
+
+def _for_ours(theirs: Callable[..., Any], named: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's function, and ``ours`` for groups of this backend that this rank is in."""
+    from .backend import ProcessGroup
+
+    shape = inspect.signature(theirs)
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = shape.bind(*args, **kwargs).arguments
+        found = given.pop(named, None)
+        found = c10d.GroupMember.WORLD if found is None else found
+        return ours(found, **given) if isinstance(found, ProcessGroup) else theirs(*args, **kwargs)
+
+    return call
 
 
 def replace() -> None:
     """Once a process; a second time does nothing."""
-    for name, made in _REPLACED.items():
+    for name, (named, made) in _REPLACED.items():
         if name not in _replaced and hasattr(c10d, name):
             _replaced.append(name)
-            ours = made(getattr(c10d, name))
+            theirs = getattr(c10d, name)
+            ours = _for_ours(theirs, named, made(theirs))
             for module in (c10d, dist):
                 if hasattr(module, name):
                     setattr(module, name, ours)

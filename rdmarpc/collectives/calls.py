@@ -27,7 +27,19 @@ ONE_SHOT = 128 << 10
 PART = 512 << 10
 """Bytes of a block that one rank adds up."""
 Flat = torch.Tensor
-Run = Callable[[Engine], None]
+Run = Callable[[Engine, float], None]
+"""A call, with the seconds that it may take; 0: those of the group."""
+
+
+def in_turn(runs: Iterable[Run]) -> Run:
+    """Several as one call."""
+    runs = list(runs)
+
+    def run(engine: Engine, limit: float) -> None:
+        for each in runs:
+            each(engine, limit)
+
+    return run
 
 
 def span(tensor: Flat) -> Span:
@@ -36,23 +48,26 @@ def span(tensor: Flat) -> Span:
 
 def _copy(target: Flat, source: Flat) -> None:
     if target.data_ptr() != source.data_ptr():
-        target.copy_(source.clone() if overlap([span(source)], [span(target)]) else source)
+        target.copy_(source.clone() if _meet(span(source), span(target)) else source)
 
 
-def overlap(some: Iterable[Span], others: Iterable[Span]) -> bool:
-    """Whether memory of one of these is also memory of one of those."""
-    found = [(start, start + nbytes) for start, nbytes in others if nbytes]
-    return any(start < end and begin < start + nbytes for start, nbytes in some if nbytes for begin, end in found)
+def _meet(one: Span, other: Span) -> bool:
+    """Whether these have memory in common."""
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1] and min(one[1], other[1]) > 0
+
+
+def _overlap(some: Iterable[Span], others: Iterable[Span]) -> bool:
+    others = list(others)
+    return any(_meet(one, other) for one in some for other in others)
 
 
 def _sum(engine: Engine, outs: dict[int, Span], own: Flat, result: Flat, how: Sum) -> None:
     """Exchange: send ``outs``, and add up what comes from everybody else with ``own`` into ``result``."""
-    assert engine.streams is not None
-    nbytes = own.numel() * own.element_size()
+    nbytes = span(own)[1]
     others = [rank for rank in range(engine.size) if rank != engine.rank]
-    if how.code >= 0 and engine.streams.folds:
-        ins, fold = dict.fromkeys(others, (0, nbytes)), Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, False)
-        engine.exchange(outs, ins, fold)
+    if how.code >= 0 and engine.folds:
+        fold = Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, False)
+        engine.exchange(outs, dict.fromkeys(others, (0, nbytes)), fold)
         return
     parts = {rank: torch.empty_like(own) for rank in others}
     engine.exchange(outs, {rank: span(part) for rank, part in parts.items()})
@@ -66,64 +81,53 @@ def cut(count: int, size: int) -> list[tuple[int, int]]:
     return [(min(rank * part, count), min((rank + 1) * part, count)) for rank in range(size)]
 
 
-def barrier(name: str = "barrier", timeout: float = 0.0) -> Run:
-    def run(engine: Engine) -> None:
-        signature = Signature(name)
-        engine.begin(signature, timeout)
+def barrier(name: str = "barrier") -> Run:
+    signature = Signature(name)
+
+    def make(streams: Streams) -> Plan:
+        empty = dict.fromkeys(streams.order, (0, 0))
+        return streams.plan(code_of(signature), 0, empty, empty)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if engine.size > 1:
-            engine.run(engine.plan(signature, lambda streams: _nothing(streams, signature)))
+            engine.run(engine.plan(signature, make))
         engine.end()
 
     return run
 
 
-def _nothing(streams: Streams, signature: Signature) -> Plan:
-    empty = dict.fromkeys(streams.order, (0, 0))
-    return streams.plan(code_of(signature), 0, empty, empty)
-
-
-def all_reduce(data: torch.Tensor, how: Sum, timeout: float = 0.0) -> Run:
+def all_reduce(data: torch.Tensor, how: Sum) -> Run:
     """``data``: contiguous, of any shape."""
+    nbytes = data.nbytes
+    signature = Signature("all_reduce", data.dtype, data.numel(), how.name)
 
-    def run(engine: Engine) -> None:
-        size = engine.size
-        signature = Signature("all_reduce", data.dtype, data.numel(), how.name)
-        engine.begin(signature, timeout)
+    def make(streams: Streams) -> Plan:
+        if nbytes * len(streams.order) > ONE_SHOT:
+            return streams.sum_plan(code_of(signature), signature.elements, how.code, nbytes)
+        whole = dict.fromkeys(streams.order, (0, nbytes))
+        return streams.plan(code_of(signature), signature.elements, whole, whole, Fold(how.code, 0, 0, nbytes, True))
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if how.factor is not None:
             data.detach().mul_(how.factor)
-        if size > 1:
-            assert engine.streams is not None
-            nbytes, small = span(data)[1], span(data)[1] * (size - 1) <= ONE_SHOT
+        if engine.size > 1:
             if how.code >= 0 and engine.folds:
-                make = _everything if small else _parts
-                engine.run(engine.plan(signature, lambda streams: make(streams, signature, how.code, nbytes)), *_at(data))
+                engine.run(engine.plan(signature, make), data.data_ptr(), data.data_ptr())
             else:
-                _by_blocks(engine, data.detach().view(-1), how, small)
+                _by_blocks(engine, data.detach().view(-1), how)
         if how.average:
-            how.finish(data.detach(), size)
+            how.finish(data.detach(), engine.size)
         engine.end()
 
     return run
 
 
-def _at(data: Flat) -> tuple[int, int]:
-    """The two addresses of a call in place."""
-    return data.data_ptr(), data.data_ptr()
-
-
-def _everything(streams: Streams, signature: Signature, fold: int, nbytes: int) -> Plan:
-    whole = dict.fromkeys(streams.order, (0, nbytes))
-    return streams.plan(code_of(signature), signature.elements, whole, whole, Fold(fold, 0, 0, nbytes, True))
-
-
-def _parts(streams: Streams, signature: Signature, fold: int, nbytes: int) -> Plan:
-    return streams.sum_plan(code_of(signature), signature.elements, fold, nbytes)
-
-
-def _by_blocks(engine: Engine, data: Flat, how: Sum, small: bool) -> None:
+def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
     """Where kernels do not add up while they receive."""
     size, rank = engine.size, engine.rank
-    if small:
+    if span(data)[1] * (size - 1) <= ONE_SHOT:
         _sum(engine, {other: span(data) for other in range(size) if other != rank}, data, data, how)
         return
     block = size * (PART // data.element_size())
@@ -135,9 +139,11 @@ def _by_blocks(engine: Engine, data: Flat, how: Sum, small: bool) -> None:
         engine.exchange(dict.fromkeys(sent, span(mine)), sent)
 
 
-def reduce(data: Flat, how: Sum, root: int, timeout: float = 0.0) -> Run:
-    def run(engine: Engine) -> None:
-        engine.begin(Signature("reduce", data.dtype, data.numel(), how.name, root), timeout)
+def reduce(data: Flat, how: Sum, root: int) -> Run:
+    signature = Signature("reduce", data.dtype, data.numel(), how.name, root)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if engine.rank != root:
             part = how.part(data)
             engine.exchange({root: span(part)})
@@ -152,19 +158,20 @@ def reduce(data: Flat, how: Sum, root: int, timeout: float = 0.0) -> Run:
     return run
 
 
-def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum, timeout: float = 0.0) -> Run:
+def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum) -> Run:
     """Part ``r`` of ``inputs`` is summed at rank ``r``. Parts may differ in size."""
 
-    def run(engine: Engine) -> None:
-        engine.begin(Signature("reduce_scatter", output.dtype, 0, how.name), timeout)
+    signature = Signature("reduce_scatter", output.dtype, 0, how.name)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         parts = inputs if how.factor is None else [how.part(each) for each in inputs]
-        own, result = parts[engine.rank], span(output)
-        sent = {rank: span(part) for rank, part in enumerate(parts) if rank != engine.rank}
-        if overlap([*sent.values(), *([] if span(own) == result else [span(own)])], [result]):
+        me, result = engine.rank, span(output)
+        if _overlap([span(part) for rank, part in enumerate(parts) if rank != me or span(part) != result], [result]):
             parts = [part.clone() for part in parts]  # the sums would be written over what has still to be read
-            own, sent = parts[engine.rank], {rank: span(parts[rank]) for rank in sent}
+        own = parts[me]
         if engine.size > 1:
-            _sum(engine, sent, own, output, how)
+            _sum(engine, {rank: span(part) for rank, part in enumerate(parts) if rank != me}, own, output, how)
         else:
             _copy(output, own)
         how.finish(output, engine.size)
@@ -173,47 +180,41 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum, timeout: floa
     return run
 
 
-def broadcast(data: Flat, root: int, timeout: float = 0.0) -> Run:
-    def run(engine: Engine) -> None:
-        signature = Signature("broadcast", data.dtype, data.numel(), "", root)
-        engine.begin(signature, timeout)
+def broadcast(data: Flat, root: int) -> Run:
+    nbytes = data.nbytes
+    signature = Signature("broadcast", data.dtype, data.numel(), "", root)
+
+    def make(streams: Streams) -> Plan:
+        mine = streams.rank == root
+        outs, ins = dict.fromkeys(streams.order if mine else (), (0, nbytes)), {} if mine else {root: (0, nbytes)}
+        return streams.plan(code_of(signature), signature.elements, outs, ins)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         if engine.size > 1:
-            nbytes, rank = span(data)[1], engine.rank
-
-            def make(streams: Streams) -> Plan:
-                outs = dict.fromkeys(streams.order, (0, nbytes)) if rank == root else {}
-                ins = {root: (0, nbytes)} if rank != root else {}
-                return streams.plan(code_of(signature), signature.elements, outs, ins)
-
-            engine.run(engine.plan(signature, make), *_at(data))
+            engine.run(engine.plan(signature, make), data.data_ptr(), data.data_ptr())
         engine.end()
 
     return run
 
 
-def all_to_all(
-    name: str,
-    outputs: Sequence[Flat],
-    inputs: Sequence[Flat],
-    dtype: torch.dtype,
-    root: int = -1,
-    timeout: float = 0.0,
-    *,
-    sends: bool = True,
-    receives: bool = True,
-) -> Run:
+def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root: int = -1) -> Run:
     """Send part ``r`` of ``inputs`` to rank ``r``, and put what comes from rank ``r`` into part ``r`` of ``outputs``: also for
-    ``all_gather``, whose inputs are all one. With a ``root`` only that rank sends to, or receives from, the others, and an
-    empty list means that this rank has no part in one of the two."""
+    ``all_gather``, whose inputs are all one. All send to the ``root`` of a ``gather``, which alone has outputs; that of a
+    ``scatter`` sends to all, and has alone inputs."""
 
-    def run(engine: Engine) -> None:
-        engine.begin(Signature(name, dtype, 0, "", root), timeout)
+    signature = Signature(name, (inputs or outputs)[0].dtype, 0, "", root)
+
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         me, given = engine.rank, inputs
-        others = [rank for rank in range(engine.size) if rank != me and root in (-1, me, rank)]
-        ins = {rank: span(outputs[rank]) for rank in others} if outputs and receives else {}
-        if ins and overlap(map(span, given), ins.values()):  # what comes would be written over what has still to be sent
+        others = [rank for rank in range(engine.size) if rank != me]
+        senders = others if name != "scatter" else [rank for rank in others if rank == root]
+        receivers = others if name != "gather" else [rank for rank in others if rank == root]
+        ins = {rank: span(outputs[rank]) for rank in senders} if outputs else {}
+        if ins and _overlap(map(span, given), ins.values()):  # what comes would be written over what has still to be sent
             given = [each.clone() for each in inputs]
-        outs = {rank: span(given[rank]) for rank in others} if given and sends else {}
+        outs = {rank: span(given[rank]) for rank in receivers} if given else {}
         if outs or ins:
             engine.exchange(outs, ins)
         if given and outputs:
@@ -223,68 +224,55 @@ def all_to_all(
     return run
 
 
-def even(name: str, output: torch.Tensor, input: torch.Tensor, timeout: float = 0.0) -> Run:
+def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
     """``all_to_all`` or ``all_gather`` of two contiguous tensors, whose parts for the ranks have one size."""
-    nbytes = span(input)[1]
+    signature, nbytes = Signature(name, input.dtype), span(input)[1]
 
-    def run(engine: Engine) -> None:
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
         size, rank = engine.size, engine.rank
-        signature = Signature(name, input.dtype)
         part, step = (nbytes // size,) * 2 if name == "all_to_all" else (nbytes, 0)
-        engine.begin(signature, timeout)
 
         def make(streams: Streams) -> Plan:
             outs = {other: (other * step, part) for other in streams.order}
             ins = {other: (other * part, part) for other in streams.order}
             return streams.plan(code_of(signature), 0, outs, ins)
 
-        source, target = input.data_ptr(), output.data_ptr()
-        kept = input
-        if _in_the_way(span(input), span(output), target + rank * part if name == "all_gather" else 0):
+        kept, target = input, output.data_ptr()
+        place = target + rank * part
+        in_place = name == "all_gather" and input.data_ptr() == place
+        if not in_place and _meet(span(input), span(output)):  # what comes would be written over what has still to be sent
             kept = input.clone()
-            source = kept.data_ptr()
+        source = kept.data_ptr()
         if size > 1:
             engine.run(engine.plan((signature, nbytes), make), source, target)
-        if source + rank * step != target + rank * part:
-            _keep(target + rank * part, source + rank * step, part)
+        if source + rank * step != place:
+            copy = kernels.copy_past_caches if part >= COPY_PAST else kernels.copy
+            copy(place, source + rank * step, part)
         engine.end()
 
     return run
 
 
-def _keep(target: int, source: int, nbytes: int) -> None:
-    """Copy what stays at this rank."""
-    if nbytes >= COPY_PAST:
-        kernels.copy_past_caches(target, source, nbytes)
-    else:
-        kernels.copy(target, source, nbytes)
-
-
-def _in_the_way(source: Span, target: Span, place: int) -> bool:
-    """Whether what comes would be written over what has still to be sent. At ``place`` the source may lie."""
-    return source[0] != place and source[0] < target[0] + target[1] and target[0] < source[0] + source[1]
-
-
-def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum, timeout: float = 0.0) -> Run:
+def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
     """``reduce_scatter`` of two contiguous tensors, by an operation that kernels have."""
-    nbytes = span(output)[1]
+    signature, nbytes = Signature("reduce_scatter", output.dtype, 0, how.name), span(output)[1]
 
-    def run(engine: Engine) -> None:
-        signature = Signature("reduce_scatter", output.dtype, 0, how.name)
-        engine.begin(signature, timeout)
+    def run(engine: Engine, limit: float) -> None:
+        engine.begin(signature, limit)
 
         def make(streams: Streams) -> Plan:
             outs = {other: (other * nbytes, nbytes) for other in streams.order}
             fold = Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
             return streams.plan(code_of(signature), 0, outs, dict.fromkeys(streams.order, (0, nbytes)), fold)
 
-        own, kept = input.data_ptr() + engine.rank * nbytes, input
-        if _in_the_way(span(output), span(input), own):
-            kept = input.clone()
+        target, kept = output.data_ptr(), input
+        if target != input.data_ptr() + engine.rank * nbytes and _meet(span(output), span(input)):
+            kept = input.clone()  # the sums would be written over what has still to be read
         if engine.size > 1:
-            engine.run(engine.plan((signature, nbytes), make), kept.data_ptr(), output.data_ptr())
+            engine.run(engine.plan((signature, nbytes), make), kept.data_ptr(), target)
         else:
-            kernels.copy(output.data_ptr(), kept.data_ptr(), nbytes)
+            kernels.copy(target, kept.data_ptr(), nbytes)
         if how.average:
             how.finish(output.detach(), engine.size)
         engine.end()

@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable, Mapping
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
-from .meeting import ERROR, LEFT, Ranks, cause, has_left, look
+from .meeting import ERROR, LEFT, Ranks, has_left
 from .signature import Mismatch, Signature, code_of
 
 _SLICE_NS, _END_S = 20_000_000, 5.0
 _MEND = "every rank has to make the same calls in the same order, with the same types and sizes"
 _PLANS = 512
-"""So many signatures are remembered, and so many exchanges; then all are forgotten."""
+"""So many signatures and exchanges are remembered; then all are forgotten."""
 
 
 class _Aside(threading.local):
@@ -49,7 +49,6 @@ class Engine:
         """Held while the streams move."""
         self.sequence = 0
         self._plans: dict[Hashable, Plan] = {}
-        self._exchanges: dict[Hashable, Plan] = {}
         self.planned = 0
         """Plans that were made: for the first call of a signature, or, of lists and uneven parts, of these addresses."""
         self.signature = Signature("barrier")
@@ -73,16 +72,13 @@ class Engine:
         self.since = 0.0
 
     def plan(self, key: Hashable, make: Callable[[Streams], Plan]) -> Plan:
-        """The plan of a signature, made by its first call. ``key``: all that the plan is made from."""
-        return self._known(self._plans, key, make)
-
-    def _known(self, plans: dict[Hashable, Plan], key: Hashable, make: Callable[[Streams], Plan]) -> Plan:
-        found = plans.get(key)
+        """The plan of a signature, or of an exchange, made by its first call. ``key``: all that the plan is made from."""
+        found = self._plans.get(key)
         if found is None:
             assert self.streams is not None
-            if len(plans) >= _PLANS:
-                plans.clear()
-            found = plans[key] = make(self.streams)
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            found = self._plans[key] = make(self.streams)
             self.planned += 1
         return found
 
@@ -92,7 +88,7 @@ class Engine:
         self.check()
         code, elements = self._code, self.signature.elements
         key = code, elements, fold, tuple(outs.items()), tuple(ins.items())
-        self.run(self._known(self._exchanges, key, lambda streams: streams.plan(code, elements, outs, ins, fold)))
+        self.run(self.plan(key, lambda streams: streams.plan(code, elements, outs, ins, fold)))
 
     def run(self, plan: Plan, source: int = 0, target: int = 0) -> None:
         """Exchange by this plan (``Streams.begin``) until all is done. Raises as ``exchange``."""
@@ -111,20 +107,18 @@ class Engine:
             if plan.changes:
                 self._naming(lambda: streams.grow(plan, self.limit, lambda: self._look(False)))
                 self._plans.clear()
-                self._exchanges.clear()
 
     def _naming(self, use: Callable[[], None]) -> None:
         """Use channels outside of the exchange. Raises the reason for which one has ended."""
         try:
             use()
         except PeerLost as error:
-            raise cause(error, self.members.lanes[0], self.ranks, f" during {self.told(self.signature)}") from None
+            raise self.members.cause(error, f" during {self.told(self.signature)}") from None
 
     def _look(self, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""
         self.check()
-        assert self.streams is not None
-        look(self.streams.lanes, self.ranks, self._gone, f" during {self.told(self.signature)}")
+        self.members.look(self._gone, f" during {self.told(self.signature)}")
         if closed:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:

@@ -122,7 +122,7 @@ class Meeting:
                 meanwhile()
             return bool(found)
 
-        self._until(told, lambda: [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])])
+        self._until(told, keys)
         return found
 
     def _tell(self, key: str, text: str) -> None:
@@ -156,13 +156,15 @@ class Meeting:
         if (lost := self._loss(place)) is not None:
             raise lost
 
-    def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
+    def _until(self, ready: Callable[[], bool], keys: Sequence[str]) -> None:
+        """``keys``: what the ranks, in their order, have to tell for that."""
         deadline, pause = time.monotonic() + self.timeout, _LOOK_S
         with _naming_its_end():
             while not ready():
                 self.check()
                 if time.monotonic() > deadline:
-                    raise TransferTimeout(f"no sign of {', '.join(missing())} within {self.timeout:g} s")
+                    missing = [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])]
+                    raise TransferTimeout(f"no sign of {', '.join(missing)} within {self.timeout:g} s")
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK_S)
 
@@ -237,7 +239,7 @@ class Meeting:
         if agreed == INSECURE:
             if self.rank == 0:
                 self._tell("secret", secrets.token_hex(32))
-            self._until(lambda: self._store.check(["secret"]), lambda: [f"rank {self._ranks[0]}"])
+            self._until(lambda: self._store.check(["secret"]), ["secret"])
             secret = bytes(self._store.get("secret"))
         kind = self.options.transport
         if kind == "auto" and len({each.host for each in self._claims}) == 1:
@@ -282,40 +284,6 @@ class Meeting:
                 store = self._base if key.startswith("claim/") else self._store
                 if not key.startswith(_LAST):
                     store.delete_key(key)
-
-
-def look(lanes: Mapping[int, Lane], ranks: Sequence[int], gone: Callable[[], PeerLost | None], during: str = "") -> None:
-    """Raise that a member was lost, or what it says went wrong; then what ``gone`` gives, if a member has left that is needed.
-    A member may leave because another was lost, and be the first to know: so a leaving is looked at twice."""
-    _check(lanes, ranks, during)
-    if gone() is not None:
-        time.sleep(_GRACE_S)
-        _check(lanes, ranks, during)
-        if (error := gone()) is not None:
-            raise error
-
-
-def _check(lanes: Mapping[int, Lane], ranks: Sequence[int], during: str) -> None:
-    for rank, lane in lanes.items():
-        notice, lost = lane.notice(), lane.channel.error
-        if notice.startswith(ERROR):
-            kind, _, text = notice[1:].partition(":")
-            raise next((each for each in RdmaError.__subclasses__() if each.__name__ == kind), RdmaError)(text)
-        if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
-            raise PeerLost(f"rank {ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
-
-
-def cause(error: BaseException, lanes: Mapping[int, Lane], ranks: Sequence[int], during: str = "") -> BaseException:
-    """What to raise for an error of the use of a channel: if that had ended, what its member had told before, or that another
-    one was lost. As ``look``, which looks twice."""
-    if isinstance(error, PeerLost):
-        for pause in (0.0, _GRACE_S):
-            time.sleep(pause)
-            try:
-                _check(lanes, ranks, during)
-            except RdmaError as found:
-                return found
-    return error
 
 
 def _channels(job: Any) -> dict[int, Channel]:
@@ -383,6 +351,37 @@ class Ranks:
         except _Changed:
             return False
         return True
+
+    def look(self, gone: Callable[[], PeerLost | None], during: str = "") -> None:
+        """Raise that a member was lost, or what it says went wrong; then what ``gone`` gives, if a member has left that is
+        needed. A member may leave because another was lost, and be the first to know: so a leaving is looked at twice."""
+        self._check(during)
+        if gone() is not None:
+            time.sleep(_GRACE_S)
+            self._check(during)
+            if (error := gone()) is not None:
+                raise error
+
+    def _check(self, during: str) -> None:
+        for rank, lane in self.lanes[0].items():
+            notice, lost = lane.notice(), lane.channel.error
+            if notice.startswith(ERROR):
+                kind, _, text = notice[1:].partition(":")
+                raise next((each for each in RdmaError.__subclasses__() if each.__name__ == kind), RdmaError)(text)
+            if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
+                raise PeerLost(f"rank {self.ranks[rank]} was lost{during}: {lost.message}", peer=lane.channel.peer)
+
+    def cause(self, error: BaseException, during: str = "") -> BaseException:
+        """What to raise for an error of the use of a channel: if that had ended, what its member had told before, or that
+        another one was lost. As ``look``, which looks twice."""
+        if isinstance(error, PeerLost):
+            for pause in (0.0, _GRACE_S):
+                time.sleep(pause)
+                try:
+                    self._check(during)
+                except RdmaError as found:
+                    return found
+        return error
 
     def tell(self, text: str) -> None:
         """Leave a notice at every member that is there. The last one counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,30 +16,16 @@ import torch.distributed as dist
 from ..options import RpcBackendOptions
 from ..transport import NotSupported, RdmaError, TransferTimeout, timeouts
 from . import calls, sparse
-from .binding import written
-from .binding.forms import forms
-from .ends import Ends
 from .engine import Engine
 from .meeting import Ranks
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
-from .staging import Staging
+from .staging import Ends, Staging
 from .sums import sum_of
+from .table import Made, Tensors, collective, written
 from .tensors import check, check_apart, check_own, plain, split, unwrapped, writing
 
-Tensors = Sequence[torch.Tensor]
 OF_GROUP = "the timeout of a process group"
-_UNSET = timedelta(milliseconds=-1)
-"""What torch has for no timeout in the options of a call."""
-
-
-def _limit(options: Any) -> float:
-    """The timeout of a call's options in seconds; 0: that of the group. Raises ``ValueError`` unless it is longer than 0, or
-    unset."""
-    found = getattr(options, "timeout", None)
-    if not isinstance(found, timedelta) or found == _UNSET:
-        return 0.0
-    return timeouts.above_zero(found.total_seconds(), "the timeout of a collective")
 
 
 def _one(tensors: Any) -> torch.Tensor:
@@ -50,12 +37,24 @@ def _one(tensors: Any) -> torch.Tensor:
     return tensors if type(tensors) is torch.Tensor else unwrapped(tensors)
 
 
+def _listed(tensors: Any) -> Tensors:
+    """The list of a list of one, or the list itself."""
+    found: Tensors = tensors[0] if tensors and isinstance(tensors[0], (list, tuple)) else tensors
+    return found
+
+
+def _parts(flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(flat.chunk(count)) if flat.numel() else [flat] * count
+
+
 class _Collected(threading.local):
     """The calls of this thread since it began to coalesce; ``None``: it does not."""
 
     works: list[Work] | None = None
 
 
+groups: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of this process that were not closed."""
 _Group: Any = dist.ProcessGroup  # its annotations are not what it takes
 
 
@@ -84,28 +83,45 @@ class Collectives(_Group):
         domain = self.members.domain
         self.staging = Staging(domain.device if domain is not None else None)
         self.collected = _Collected()
-        self._group_name = self._group_desc = ""
+        groups.add(self)
 
-    def _submit(self, what: str, run: calls.Run, outputs: Tensors, options: Any, ends: Ends | None = None) -> Work:
+    def _start(self, what: str, run: calls.Run, outputs: Tensors, ends: Ends | None, limit: float, waits: bool) -> Work:
+        """Have a call run: with as little as can be in this thread, if that waits anyway, and no call is before it."""
+        if ends is not None or not waits or torch.autograd._profiler_enabled() or not self.queue.take(what):
+            return self._submit(what, run, outputs, ends, limit, waits)
+        work = Work(nothing, outputs, what)
+        try:
+            run(self.engine, limit)
+        except BaseException as error:
+            work.error = error
+            self.engine.fail(error)
+        finally:
+            self.queue.give()
+        work.over = True
+        if (collected := self.collected.works) is not None:
+            collected.append(work)
+        return work
+
+    def _submit(self, what: str, run: calls.Run, outputs: Tensors, ends: Ends | None, limit: float, waits: bool) -> Work:
         """Have a call run. It fails the group if it raises."""
-        engine, event, limit = self.engine, _event(what), _limit(options) or self.engine.timeout
+        engine, event = self.engine, _event(what)
+        limit = limit or engine.timeout
 
         def whole() -> None:
             try:
                 with event, writing(outputs):
-                    if ends is None:
-                        run(engine)
-                        return
-                    ends.begin(limit)
-                    run(engine)
-                    ends.end(limit)
+                    if ends is not None:
+                        ends.begin(limit)
+                    run(engine, limit)
+                    if ends is not None:
+                        ends.end(limit)
             except BaseException as error:
                 engine.fail(error)
                 raise
 
         work = Work(whole, outputs, what)
         try:
-            self.queue.submit(work, not getattr(options, "asyncOp", True))
+            self.queue.submit(work, waits)
         except NotSupported as error:  # what another rank's callback calls goes to another call of this rank
             engine.fail(error)
             raise
@@ -122,204 +138,149 @@ class Collectives(_Group):
         if not 0 <= rank < self.members_count:
             raise ValueError(f"{what} with rank {rank}, and the group has {self.members_count} ranks")
 
-    def _submit_all(self, what: str, runs: Sequence[calls.Run], outputs: Tensors, options: Any, ends: Ends) -> Work:
-        """Several as one call."""
+    def _check_count(self, tensors: Tensors, what: str) -> None:
+        if len(tensors) != self.members_count:
+            raise ValueError(f"{what} needs a tensor for each of {self.members_count} ranks, got {len(tensors)}")
 
-        def run(engine: Engine) -> None:
-            for each in runs:
-                each(engine)
-
-        return self._submit(what, run, outputs, options, ends)
+    def _at_root(self, given: Any, root: int, what: str) -> Tensors:
+        """The tensors that only the root of a call gives, one for each rank."""
+        self._check_rank(root, what)
+        if self.me != root:
+            return []
+        tensors = _listed(given)
+        self._check_count(tensors, what)
+        return tensors
 
     # -- all to all
 
-    @forms("allreduce")
-    def allreduce(self, tensors: Any, opts: Any) -> Work:
+    @collective
+    def allreduce(self, tensors: Any, opts: Any) -> Made:
         tensor = _one(tensors)
-        operation = opts.reduceOp
         if plain(tensor):
-            run = calls.all_reduce(tensor, sum_of(operation, tensor.dtype), _limit(opts))
-            written.in_place("allreduce_", (tensor,))
-            return _at_once(self, "all_reduce", run, [tensor], opts)
-        if tensor.layout is torch.sparse_coo and tensor.is_cpu:
-            run = sparse.all_reduce(tensor, operation, _limit(opts))
-            written.in_place("allreduce_", (tensor,))
-            return self._submit("all_reduce", run, [tensor], opts)
+            return calls.all_reduce(tensor, sum_of(opts.reduceOp, tensor.dtype)), [tensor], None, (), True
         ends = Ends(self.staging)
-        run = self._summed(ends, tensor, operation, _limit(opts))
-        written.in_place("allreduce_", (tensor,))
-        return self._submit("all_reduce", run, [tensor], opts, ends)
+        if tensor.layout is torch.sparse_coo and tensor.is_cpu:
+            return sparse.all_reduce(tensor, opts.reduceOp), [tensor], ends, (), True
+        return self._summed(ends, tensor, opts), [tensor], ends, (), True
 
-    def _summed(self, ends: Ends, tensor: torch.Tensor, operation: Any, limit: float) -> calls.Run:
+    def _summed(self, ends: Ends, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([tensor], "all_reduce")
-        how = sum_of(operation, tensor.dtype)
-        return calls.all_reduce(ends.target(tensor, read=True), how, limit)
+        how = sum_of(opts.reduceOp, tensor.dtype)
+        return calls.all_reduce(ends.target(tensor, read=True), how)
 
-    @forms("allreduce_coalesced")
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
+    @collective
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Made:
         check_apart(tensors, "all_reduce_coalesced")
         ends = Ends(self.staging)
-        runs = [self._summed(ends, tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
-        written.in_place("allreduce_coalesced_", tensors)
-        return self._submit_all("all_reduce", runs, tensors, opts, ends)
+        return calls.in_turn(self._summed(ends, tensor, opts) for tensor in tensors), tensors, ends, (), True
 
-    @forms("reduce")
-    def reduce(self, tensors: Any, opts: Any) -> Work:
-        tensor = _one(tensors)
+    @collective
+    def reduce(self, tensors: Any, opts: Any) -> Made:
+        tensor, mine = _one(tensors), self.me == opts.rootRank
         self._check_rank(opts.rootRank, "reduce")
         check([tensor], "reduce")
         ends, how = Ends(self.staging), sum_of(opts.reduceOp, tensor.dtype)
-        data = ends.target(tensor, read=True) if self.me == opts.rootRank else ends.source(tensor)
-        written.in_place("reduce_", (tensor,), writes=self.me == opts.rootRank)
-        return self._submit("reduce", calls.reduce(data, how, opts.rootRank, _limit(opts)), [tensor], opts, ends)
+        data = ends.target(tensor, read=True) if mine else ends.source(tensor)
+        return calls.reduce(data, how, opts.rootRank), [tensor], ends, (), mine
 
-    @forms("broadcast")
-    def broadcast(self, tensors: Any, opts: Any) -> Work:
-        tensor = _one(tensors)
-        self._check_rank(opts.rootRank, "broadcast")
+    @collective
+    def broadcast(self, tensors: Any, opts: Any) -> Made:
+        tensor, root = _one(tensors), opts.rootRank
+        self._check_rank(root, "broadcast")
         if plain(tensor):
-            written.in_place("broadcast_", (tensor,), writes=self.me != opts.rootRank)
-            return _at_once(self, "broadcast", calls.broadcast(tensor, opts.rootRank, _limit(opts)), [tensor], opts)
+            return calls.broadcast(tensor, root), [tensor], None, (), self.me != root
         check([tensor], "broadcast")
         ends = Ends(self.staging)
-        data = ends.source(tensor) if self.me == opts.rootRank else ends.target(tensor)
-        written.in_place("broadcast_", (tensor,), writes=self.me != opts.rootRank)
-        return self._submit("broadcast", calls.broadcast(data, opts.rootRank, _limit(opts)), [tensor], opts, ends)
+        data = ends.source(tensor) if self.me == root else ends.target(tensor)
+        return calls.broadcast(data, root), [tensor], ends, (), self.me != root
 
-    @forms("barrier")
-    def barrier(self, opts: Any) -> Work:
-        run = calls.barrier(timeout=_limit(opts))
-        return _at_once(self, "barrier", run, [], opts)
+    @collective
+    def barrier(self, opts: Any) -> Made:
+        return calls.barrier(), [], None, (), True
 
     # -- gather
 
-    @forms("allgather")
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
-        outputs = output_tensors[0] if isinstance(output_tensors[0], (list, tuple)) else output_tensors
-        tensor = _one(input_tensors)
-        ends = Ends(self.staging)
-        run = self._gathered(ends, outputs, tensor, _limit(opts))
-        written.in_place("allgather_", outputs)
-        return self._submit("all_gather", run, outputs, opts, ends)
+    @collective
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+        outputs, ends = _listed(output_tensors), Ends(self.staging)
+        return self._gathered(ends, outputs, _one(input_tensors)), outputs, ends, (), True
 
-    def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, limit: float) -> calls.Run:
+    def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor) -> calls.Run:
         check([tensor, *outputs], "all_gather")
-        if len(outputs) != self.members_count:
-            raise ValueError(f"all_gather needs a tensor for each of {self.members_count} ranks, got {len(outputs)}")
+        self._check_count(outputs, "all_gather")
         check_own(outputs[self.me], tensor, "all_gather")
         check_apart(outputs, "all_gather")
-        places, data = [ends.target(each) for each in outputs], ends.source(tensor)
-        return calls.all_to_all("all_gather", places, [data] * self.members_count, tensor.dtype, timeout=limit)
+        places = [ends.target(each) for each in outputs]
+        return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count)
 
-    @forms("all_gather_single")
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+    @collective
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
         output, input = _one(output), _one(input)
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
-            run = calls.even("all_gather", output, input, _limit(opts))
-            written.from_to("_allgather_base_", (input,), (output,))
-            return _at_once(self, "all_gather", run, [output], opts)
+            return calls.even("all_gather", output, input), [output], None, [input], True
         ends = Ends(self.staging)
-        run = self._gathered_into(ends, output, input, _limit(opts))
-        written.from_to("_allgather_base_", (input,), (output,))
-        return self._submit("all_gather", run, [output], opts, ends)
+        return self._gathered_into(ends, output, input), [output], ends, [input], True
 
     _allgather_base = all_gather_single
 
-    def _gathered_into(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, limit: float) -> calls.Run:
+    def _gathered_into(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor) -> calls.Run:
         check([tensor, output], "all_gather")
         if output.numel() != tensor.numel() * self.members_count:
             raise ValueError(
                 f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
             )
-        flat = ends.target(output)
-        places = list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count
-        return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count, tensor.dtype, timeout=limit)
+        places = _parts(ends.target(output), self.members_count)
+        return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count)
 
-    @forms("all_gather_single_coalesced")
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
-        ends, limit = Ends(self.staging), _limit(opts)
-        runs = [self._gathered_into(ends, output, tensor, limit) for output, tensor in zip(outputs, inputs, strict=True)]
-        written.from_to("allgather_into_tensor_coalesced_", inputs, outputs)
-        return self._submit_all("all_gather", runs, outputs, opts, ends)
+    @collective
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Made:
+        ends = Ends(self.staging)
+        runs = (self._gathered_into(ends, *each) for each in zip(outputs, inputs, strict=True))
+        return calls.in_turn(runs), outputs, ends, inputs, True
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @forms("allgather_coalesced")
-    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+    @collective
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Made:
         """``output_lists[rank][i]`` gets what that rank has as ``inputs[i]``."""
         if len(output_lists) != self.members_count or any(len(each) != len(inputs) for each in output_lists):
             raise ValueError("all_gather_coalesced needs a list of as many tensors as there are inputs for each rank")
         ends, lists = Ends(self.staging), zip(*output_lists)
-        runs = [self._gathered(ends, outputs, tensor, _limit(opts)) for outputs, tensor in zip(lists, inputs)]
-        every = [tensor for each in output_lists for tensor in each]
-        written.in_place("allgather_coalesced_", every)
-        return self._submit_all("all_gather", runs, every, opts, ends)
+        runs = calls.in_turn(self._gathered(ends, outputs, tensor) for outputs, tensor in zip(lists, inputs))
+        return runs, [tensor for each in output_lists for tensor in each], ends, (), True
 
-    @forms("gather")
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
-        tensor = _one(input_tensors)
-        root, ends = opts.rootRank, Ends(self.staging)
+    @collective
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+        tensor, root, ends = _one(input_tensors), opts.rootRank, Ends(self.staging)
         outputs = self._at_root(output_tensors, root, "gather")
         check([tensor, *outputs], "gather")
         if outputs:
             check_own(outputs[self.me], tensor, "gather")
             check_apart(outputs, "gather")
-        places, data = [ends.target(each) for each in outputs], ends.source(tensor)
-        run = calls.all_to_all(
-            "gather", places, [data] * self.members_count, tensor.dtype, root, _limit(opts), sends=self.me != root
-        )
-        written.in_place("gather_", outputs)
-        return self._submit("gather", run, outputs, opts, ends)
+        places = [ends.target(each) for each in outputs]
+        return calls.all_to_all("gather", places, [ends.source(tensor)] * self.members_count, root), outputs, ends, (), True
 
-    def _at_root(self, given: Any, root: int, what: str) -> Tensors:
-        """The tensors that only the root of a call gives, one for each rank."""
-        self._check_rank(root, what)
-        tensors: Tensors = given[0] if given and isinstance(given[0], (list, tuple)) else given
-        if self.me != root:
-            return []
-        if len(tensors) != self.members_count:
-            raise ValueError(f"{what} needs a tensor for each of {self.members_count} ranks, got {len(tensors)}")
-        return tensors
+    # -- scatter
 
-    @forms("scatter")
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
-        tensor = _one(output_tensors)
-        root, ends = opts.rootRank, Ends(self.staging)
+    @collective
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+        tensor, root, ends = _one(output_tensors), opts.rootRank, Ends(self.staging)
         inputs = self._at_root(input_tensors, root, "scatter")
         check([tensor, *inputs], "scatter")
         if inputs:
             check_own(tensor, inputs[self.me], "scatter")
         place, parts = ends.target(tensor), [ends.source(each) for each in inputs]
-        run = calls.all_to_all(
-            "scatter",
-            [place] * self.members_count,
-            parts,
-            tensor.dtype,
-            root,
-            _limit(opts),
-            receives=self.me != root,
-        )
-        written.in_place("scatter_", (tensor,))
-        return self._submit("scatter", run, [tensor], opts, ends)
+        return calls.all_to_all("scatter", [place] * self.members_count, parts, root), [tensor], ends, (), True
 
-    # -- scatter
-
-    @forms("reduce_scatter")
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
-        output = _one(output_tensors)
-        inputs = input_tensors[0] if isinstance(input_tensors[0], (list, tuple)) else input_tensors
-        ends = Ends(self.staging)
-        run = self._scattered(ends, output, inputs, opts)
-        written.in_place("reduce_scatter_", (output,))
-        return self._submit("reduce_scatter", run, [output], opts, ends)
-
-    def _scattered(self, ends: Ends, output: torch.Tensor, inputs: Tensors, opts: Any) -> calls.Run:
+    @collective
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+        output, inputs, ends = _one(output_tensors), _listed(input_tensors), Ends(self.staging)
         check([output, *inputs], "reduce_scatter")
-        if len(inputs) != self.members_count:
-            raise ValueError(f"reduce_scatter needs a tensor for each of {self.members_count} ranks, got {len(inputs)}")
+        self._check_count(inputs, "reduce_scatter")
         check_own(output, inputs[self.me], "reduce_scatter")
         how = sum_of(opts.reduceOp, output.dtype)
-        return calls.reduce_scatter(ends.target(output), [ends.source(each) for each in inputs], how, _limit(opts))
+        run = calls.reduce_scatter(ends.target(output), [ends.source(each) for each in inputs], how)
+        return run, [output], ends, (), True
 
     def _scattered_from(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([output, tensor], "reduce_scatter")
@@ -327,56 +288,32 @@ class Collectives(_Group):
             raise ValueError(
                 f"reduce_scatter of {tensor.numel()} elements into {self.members_count} times a tensor of {output.numel()}"
             )
-        flat, how = ends.source(tensor), sum_of(opts.reduceOp, output.dtype)
-        parts = list(flat.chunk(self.members_count)) if flat.numel() else [flat] * self.members_count
-        return calls.reduce_scatter(ends.target(output), parts, how, _limit(opts))
+        parts, how = _parts(ends.source(tensor), self.members_count), sum_of(opts.reduceOp, output.dtype)
+        return calls.reduce_scatter(ends.target(output), parts, how)
 
-    @forms("reduce_scatter_single")
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+    @collective
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
         output, input = _one(output), _one(input)
         if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
             how = sum_of(opts.reduceOp, output.dtype)
             if how.code >= 0 and how.factor is None:
-                run = calls.scatter_sum(output, input, how, _limit(opts))
-                written.from_to("_reduce_scatter_base_", (input,), (output,))
-                return _at_once(self, "reduce_scatter", run, [output], opts)
+                return calls.scatter_sum(output, input, how), [output], None, [input], True
         ends = Ends(self.staging)
-        run = self._scattered_from(ends, output, input, opts)
-        written.from_to("_reduce_scatter_base_", (input,), (output,))
-        return self._submit("reduce_scatter", run, [output], opts, ends)
+        return self._scattered_from(ends, output, input, opts), [output], ends, [input], True
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @forms("reduce_scatter_single_coalesced")
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
+    @collective
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Made:
         ends = Ends(self.staging)
-        runs = [self._scattered_from(ends, output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-        written.from_to("reduce_scatter_tensor_coalesced_", inputs, outputs)
-        return self._submit_all("reduce_scatter", runs, outputs, opts, ends)
+        runs = (self._scattered_from(ends, *each, opts) for each in zip(outputs, inputs, strict=True))
+        return calls.in_turn(runs), outputs, ends, inputs, True
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    # -- from each rank to each
 
-def _at_once(group: Collectives, what: str, run: calls.Run, outputs: Tensors, options: Any) -> Work:
-    """As ``_submit``, with as little as can be: in this thread, if it waits anyway, and no call is before it."""
-    if getattr(options, "asyncOp", True) or torch.autograd._profiler_enabled() or not group.queue.take(what):
-        return group._submit(what, run, outputs, options)
-    work = Work(nothing, outputs, what)
-    try:
-        run(group.engine)
-    except BaseException as error:
-        work.error = error
-        group.engine.fail(error)
-    finally:
-        group.queue.give()
-    work.over = True
-    return group._keep(work)
-
-
-class Pairwise(Collectives):
-    """What goes from each rank to each, and messages between two."""
-
-    @forms("all_to_all_single")
+    @collective
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -384,26 +321,22 @@ class Pairwise(Collectives):
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any,
-    ) -> Work:
+    ) -> Made:
         output, input, size = _one(output), _one(input), self.members_count
         even = not output_split_sizes and not input_split_sizes and input.dim() and input.shape[0] % size == 0
         if even and plain(output, input) and output.shape == input.shape:
-            run = calls.even("all_to_all", output, input, _limit(opts))
-            written.from_to("alltoall_base_", (input,), (output,))
-            return _at_once(self, "all_to_all", run, [output], opts)
+            return calls.even("all_to_all", output, input), [output], None, [input], True
         check([output, input], "all_to_all")
         ends = Ends(self.staging)
-        places = split(ends.target(output).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
-        parts = split(ends.source(input).view(input.shape), input_split_sizes, self.members_count, "all_to_all")
+        places = split(ends.target(output).view(output.shape), output_split_sizes, size, "all_to_all")
+        parts = split(ends.source(input).view(input.shape), input_split_sizes, size, "all_to_all")
         check_own(places[self.me], parts[self.me], "all_to_all")
-        run = calls.all_to_all("all_to_all", places, parts, input.dtype, timeout=_limit(opts))
-        written.from_to("alltoall_base_", (input,), (output,))
-        return self._submit("all_to_all", run, [output], opts, ends)
+        return calls.all_to_all("all_to_all", places, parts), [output], ends, [input], True
 
     alltoall_base = all_to_all_single
 
-    @forms("alltoall")
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> Work:
+    @collective
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> Made:
         check([*output_tensors, *input_tensors], "all_to_all")
         if len(output_tensors) != self.members_count or len(input_tensors) != self.members_count:
             raise ValueError(f"all_to_all needs a tensor for each of {self.members_count} ranks, both ways")
@@ -411,9 +344,7 @@ class Pairwise(Collectives):
         check_apart(output_tensors, "all_to_all")
         ends = Ends(self.staging)
         places, parts = [ends.target(each) for each in output_tensors], [ends.source(each) for each in input_tensors]
-        run = calls.all_to_all("all_to_all", places, parts, input_tensors[0].dtype, timeout=_limit(opts))
-        written.from_to("alltoall_", input_tensors, output_tensors)
-        return self._submit("all_to_all", run, output_tensors, opts, ends)
+        return calls.all_to_all("all_to_all", places, parts), output_tensors, ends, input_tensors, True
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As ``barrier``; ``TransferTimeout`` names all ranks that did not come within ``timeout``, in the words of torch."""
@@ -421,7 +352,7 @@ class Pairwise(Collectives):
         if limit <= 0:
             raise TransferTimeout(f"Rank {self._called} timed out in monitoredBarrier after 0 ms")
         try:
-            self._submit("monitored_barrier", calls.barrier("monitored_barrier", limit), [], _Here()).wait()
+            self._submit("monitored_barrier", calls.barrier("monitored_barrier"), [], None, limit, True).wait()
         except RdmaError as error:
             text = f"{self._absent(wait_all_ranks, limit)}: {error.message}"
             raise type(error)(text, peer=error.peer, device=error.device, status=error.status, hint=error.hint) from None
@@ -438,6 +369,12 @@ class Pairwise(Collectives):
 
     # -- pairs
 
+    def _check_peer(self, rank: int, what: str) -> None:
+        """Raise unless the group has this rank, and it is another one."""
+        self._check_rank(rank, what)
+        if rank == self.me:
+            raise ValueError(f"{what} between rank {rank} and itself")
+
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Work:
         tensor = _one(tensors)
         self._check_peer(dstRank, "send")
@@ -450,12 +387,6 @@ class Pairwise(Collectives):
             ends.begin(self.pairs.timeout)
             return self._keep(self.pairs.send(data, dstRank, tag, [tensor]))
 
-    def _check_peer(self, rank: int, what: str) -> None:
-        """Raise unless the group has this rank, and it is another one."""
-        self._check_rank(rank, what)
-        if rank == self.me:
-            raise ValueError(f"{what} between rank {rank} and itself")
-
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Work:
         self._check_peer(srcRank, "recv")
         return self._receive(_one(tensors), srcRank, tag)
@@ -464,19 +395,14 @@ class Pairwise(Collectives):
         return self._receive(_one(tensors), -1, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
-        written.in_place("recv_", (tensor,))
+        written("recv_", (tensor,))
         if plain(tensor) and not torch.autograd._profiler_enabled():
             return self._keep(self.pairs.receive(tensor, src, tag, None, [tensor]))
         check([tensor], "recv")
         with _event("recv"):
             ends = Ends(self.staging)
-            return self._keep(
-                self.pairs.receive(ends.target(tensor), src, tag, partial(ends.end, self.pairs.timeout), [tensor])
-            )
-
-
-class _Here:
-    asyncOp = False
+            put = partial(ends.end, self.pairs.timeout)
+            return self._keep(self.pairs.receive(ends.target(tensor), src, tag, put, [tensor]))
 
 
 def _event(what: str) -> contextlib.AbstractContextManager[Any]:

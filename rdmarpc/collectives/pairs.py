@@ -19,7 +19,7 @@ from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fres
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
 from .engine import aside
-from .meeting import Ranks, cause, has_left, look
+from .meeting import Ranks, has_left
 from .order import Orders
 from .queue import Work, nothing
 from .signature import Mismatch, Signature, code_of
@@ -194,6 +194,9 @@ class Pairs:
             self.fail(error)
             raise
 
+    def _ways(self) -> list[_Way]:
+        return [*self._outs.values(), *self._ins.values()]
+
     def _ways_of(self, message: Message) -> Sequence[_Way]:
         if message.kind == _SEND:
             return (self._outs[message.peer],)
@@ -222,13 +225,15 @@ class Pairs:
                     self.fail(error)
                 raise error
 
-    def _move(self, ways: Sequence[_Way]) -> bool:
-        """Move these on as far as they go at once, unless another thread does."""
+    def _move(self, ways: Sequence[_Way], *, look: bool = False) -> bool:
+        """Move these on as far as they go at once, unless another thread does. ``look``: also as ``_look``."""
         moved = False
         for way in ways:
             if way.lock.acquire(blocking=False):
                 try:
                     moved |= self._advance(way, 0, None)
+                    if look:
+                        self._look(way)
                 finally:
                     way.lock.release()
         return moved
@@ -256,7 +261,7 @@ class Pairs:
                 self._look(way, status == CLOSED)
                 return moved
             except BaseException as error:
-                self.fail(cause(error, self.members.lanes[0], self.ranks))
+                self.fail(self.members.cause(error))
                 return True
         return moved
 
@@ -359,7 +364,7 @@ class Pairs:
 
     def _look(self, way: _Way, closed: bool = False) -> None:
         """Raise the reason why this way will not move any more, if there is one."""
-        look(self.members.lanes[0], self.ranks, lambda: self._gone(way))
+        self.members.look(lambda: self._gone(way))
         if closed:
             time.sleep(_LOOK_S)
 
@@ -385,7 +390,7 @@ class Pairs:
             over, begun = [*self._wanted], []
             self._wanted.clear()
             self._apart.clear()
-            for way in (*self._outs.values(), *self._ins.values()):
+            for way in self._ways():
                 over += way.queue
                 way.queue.clear()
                 if way.current is not None:
@@ -403,7 +408,7 @@ class Pairs:
     def _serve(self) -> None:
         """Move on what nobody waits for."""
         aside.on = True
-        ways = [*self._outs.values(), *self._ins.values()]
+        ways = self._ways()
         idle = 0
         while not self._closed:
             if not self._pending(ways):
@@ -414,14 +419,8 @@ class Pairs:
                 self._doze(ways)
             idle = 0
             try:
-                if self._move(ways):
+                if self._move(ways, look=True):
                     continue
-                for way in ways:
-                    if way.lock.acquire(blocking=False):
-                        try:
-                            self._look(way)
-                        finally:
-                            way.lock.release()
             except BaseException as error:
                 self.fail(error)
             time.sleep(_REST_S)
@@ -443,7 +442,7 @@ class Pairs:
         self.error = error
         over = list(self._wanted)
         self._wanted.clear()
-        for way in (*self._outs.values(), *self._ins.values()):
+        for way in self._ways():
             over += [*way.queue, *([way.current] if way.current is not None else [])]
             way.lock, way.current = threading.Lock(), None
             way.queue.clear()
@@ -454,7 +453,7 @@ class Pairs:
         """What is under way, for people."""
         with self._lock:
             found = [each.describe for each in self._wanted]
-            for way in (*self._outs.values(), *self._ins.values()):
+            for way in self._ways():
                 found += [each.describe for each in way.queue]
                 found += [way.current.describe] if way.current is not None else []
         return found
@@ -475,7 +474,7 @@ class Pairs:
         self.fail(RdmaError("the process group was destroyed"))
         self._news.set()
         stopped = True
-        for way in (*self._outs.values(), *self._ins.values()):
+        for way in self._ways():
             if way.lock.acquire(timeout=1.0):  # whoever moves it stops, and nobody begins again
                 way.lock.release()
             else:

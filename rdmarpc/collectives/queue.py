@@ -155,7 +155,7 @@ def nothing() -> None:
     return None
 
 
-def _failure(work: Work) -> BaseException | None:
+def failure(work: Work) -> BaseException | None:
     """Run a call: what it raised."""
     try:
         work.run()
@@ -241,7 +241,7 @@ class Queue:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _run(self, work: Work) -> None:
-        work.error = _failure(work)
+        work.error = failure(work)
         self.give()
 
     def _run_within(self, work: Work) -> None:
@@ -253,7 +253,7 @@ class Queue:
                     hint=f"a callback may compute for {_PATIENCE_S:g} s before it calls",
                 )
             self.running = work
-        error = _failure(work)
+        error = failure(work)
         with self._lock:
             self.running, self._held_since = None, time.monotonic()
         work.finish(error)
@@ -264,7 +264,7 @@ class Queue:
             self._starting -= 1
         while (work := self._next()) is not None:
             work.threaded = True
-            error = _failure(work)
+            error = failure(work)
             with self._lock:
                 self.running, self._held, self._held_since = None, work, time.monotonic()
                 if self._pending and not self._waiting:

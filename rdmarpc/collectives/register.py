@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ..base.imports import AfterImport
+from ..base.imports import after_import
 
 NAME = "rdmarpc"
 _GROUPS, _RULES = "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules"
@@ -29,32 +28,13 @@ _TRACED = "experiments"
 _DIST2 = "torch.distributed._dist2"
 _TIMEOUT = timedelta(minutes=30)
 """Of a group whose maker names none: torch's."""
-_told: set[str] = set()
 
 
 def register() -> None:
-    """Once a process; a second time does nothing."""
-    _tell(_GROUPS, _add_backend)
-    _tell(_RULES, _leave_out)
-    _tell(_DIST2, _add_factory)
-
-
-def _tell(name: str, tell: Callable[[ModuleType], None]) -> None:
-    """``tell`` a module of torch, now or at the end of its import; once."""
-    if name in _told:
-        return
-    _told.add(name)
-    if (module := sys.modules.get(name)) is not None:
-        tell(module)
-        return
-
-    def imported(module: ModuleType) -> None:
-        tell(module)
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-    finder = AfterImport(name, imported)
-    sys.meta_path.insert(0, finder)
+    """Once a process."""
+    after_import(_GROUPS, _add_backend)
+    after_import(_RULES, _leave_out)
+    after_import(_DIST2, _add_factory)
 
 
 def _add_backend(groups: ModuleType) -> None:

@@ -1,4 +1,5 @@
-"""Tensors on GPUs in calls of a group: they go through host memory, in the order of streams.
+"""What a call of a group reads and writes, as flat contiguous memory of the host (``Ends``). Tensors on GPUs go through host
+memory, in the order of streams (``Staging``).
 
 A call copies what it reads to pinned memory of the arena, exchanges that, and copies what came to the GPU. The copies run on
 two streams of ours for each device, one for each way. Both wait for what the caller's current stream had been given when it
@@ -18,6 +19,7 @@ from ..transport import Device, NotSupported, RdmaError, TransferTimeout
 from ..transport.gpu.driver import as_torch, capturing, current_stream, driver, kind, on_streams
 from ..transport.gpu.events import NOT_READY, Event
 from ..transport.gpu.pins import Pins
+from .tensors import Flat, check_places, literal, values
 
 _SLEEP_S = 2e-5, 1e-3
 
@@ -119,3 +121,52 @@ def come(events: list[Event], limit: float) -> None:
             time.sleep(min(max(waited / 10, _SLEEP_S[0]), _SLEEP_S[1]))
         if status:
             raise RdmaError(f"a GPU failed: the driver says {status}", device="cuda", status=status)
+
+
+class Ends:
+    """Of one call. ``source`` and ``target`` are called when it is made; ``begin`` and ``end`` by the thread that runs it."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._read: list[Event] = []
+        self._writes: list[Callable[[], Event]] = []
+        self._back: list[Callable[[], object]] = []
+        self._kept: list[torch.Tensor] = []
+        """Tensors that copies of a GPU may still read."""
+
+    def source(self, tensor: torch.Tensor) -> Flat:
+        """The values of a tensor, in its memory if they lie there. ``begin`` waits for them."""
+        return self._fetched(tensor) if staged(tensor) else values(tensor)
+
+    def target(self, tensor: torch.Tensor, *, read: bool = False) -> Flat:
+        """Where a tensor's new values go: its memory if they may lie there, else a buffer that ``end`` copies into the tensor.
+        ``read``: the values are read before."""
+        plain = tensor.detach()
+        if staged(plain):
+            check_places([plain], "a collective")
+            host = self._fetched(plain) if read else self._staging.host(plain)
+            self._writes.append(self._staging.write(plain, host))
+            return host
+        if literal(plain):
+            return plain.view(-1)
+        check_places([plain], "a collective")
+        buffer = values(plain).view(plain.shape) if read else torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+        self._back.append(lambda: plain.copy_(buffer))
+        return buffer.view(-1)
+
+    def _fetched(self, tensor: torch.Tensor) -> Flat:
+        host = self._staging.host(tensor)
+        self._read.append(self._staging.read(tensor, host))
+        self._kept.append(tensor)
+        return host
+
+    def begin(self, limit: float) -> None:
+        """What the call reads is there. ``limit``: seconds. Raises ``TransferTimeout``, ``RdmaError``."""
+        come(self._read, limit)
+        self._kept.clear()
+
+    def end(self, limit: float) -> None:
+        """The exchange is over: what came goes to where it belongs, and is there when this returns. Raises as ``begin``."""
+        for back in self._back:
+            back()
+        come([write() for write in self._writes], limit)

@@ -4,18 +4,17 @@ A context keeps gradients to itself, and ``.grad`` as it is: most leaves' gradie
 What stands behind one works on ``.grad`` (DDP averages that), and wants a gradient that is complete. Such a leaf is *watched*:
 it waits for all that a pass brings to it, and lends its ``.grad`` to the call of the engine that runs it (``lending``).
 
-DDP does not tell anybody which parameters it has, and a reducer writes to those too that a pass does not reach here. Every
-reducer is a reference to its type: when there are more or fewer than we know of, DDP modules are looked for among all objects.
+DDP does not tell anybody which parameters it has, and a reducer writes to those too that a pass does not reach here. So its
+modules are noted when they are made, copied or unpickled; those from before this import are looked for once.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections import OrderedDict
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -183,47 +182,58 @@ class Replica:
         return True
 
 
-_REDUCER: Any = getattr(torch.distributed, "Reducer", None)
-
-
 class Replicas:
     """The DDP modules of this process, by their parameters. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._of: dict[int, list[Replica]] = {}
-        # Of references to the type, those that are no reducers of modules that we know. There are none without a group.
-        self._other = -1 if _REDUCER is None or torch.distributed.is_initialized() else sys.getrefcount(_REDUCER)
+
+    def add(self, module: DistributedDataParallel) -> None:
+        """A module that has just got its reducer."""
+        made = Replica(module)
+        with self._lock:
+            known = {id(each): each for found in self._of.values() for each in found}
+            of: dict[int, list[Replica]] = {}
+            for replica in [*known.values(), made]:
+                if replica is made or replica.module() not in (None, module):
+                    for parameter in replica.parameters():
+                        of.setdefault(id(parameter), []).append(replica)
+            self._of = of
 
     def of(self, leaf: torch.Tensor) -> list[Replica]:
         """Those that ``leaf`` is a parameter of."""
-        if _REDUCER is None:
-            return []
-        if sys.getrefcount(_REDUCER) != self._other + len(self._live):
-            self._look()
-        if not self._of:
-            return []
-        return [each for each in self._of.get(id(leaf), ()) if each.module() is not None]
-
-    def _look(self) -> None:
-        with self._lock:
-            frozen = gc.get_freeze_count() > 0
-            if frozen:
-                gc.unfreeze()  # get_objects passes over what is
-            found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-            if frozen:
-                gc.freeze()
-            before = {id(replica.module()): replica for known in self._of.values() for replica in known}
-            of: dict[int, list[Replica]] = {}
-            live = weakref.WeakSet(each for each in found if "reducer" in each.__dict__)
-            for each in live:
-                replica = before.get(id(each)) or Replica(each)
-                for parameter in replica.parameters():
-                    of.setdefault(id(parameter), []).append(replica)
-            self._of, self._live = of, live
-            del found, before
-            self._other = sys.getrefcount(_REDUCER) - len(live)
+        known = self._of.get(id(leaf))
+        return [each for each in known if each.module() is not None] if known else []
 
 
 replicas = Replicas()
+
+
+def _noted(method: Any) -> Any:
+    """The method of DDP modules, after which they have a reducer."""
+
+    @wraps(method)
+    def noted(module: DistributedDataParallel, *args: Any, **named: Any) -> None:
+        method(module, *args, **named)
+        replicas.add(module)
+
+    return noted
+
+
+def _note_modules() -> None:
+    """Those that are made, copied or unpickled from now on, and those that there are: none without a group."""
+    for name in ("__init__", "__setstate__"):
+        setattr(DistributedDataParallel, name, _noted(getattr(DistributedDataParallel, name)))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        frozen = gc.get_freeze_count() > 0
+        if frozen:
+            gc.unfreeze()  # get_objects passes over what is
+        for each in gc.get_objects():
+            if issubclass(type(each), DistributedDataParallel) and "reducer" in each.__dict__:
+                replicas.add(each)
+        if frozen:
+            gc.freeze()
+
+
+_note_modules()

@@ -12,11 +12,10 @@ from torch import nn
 from ..graph.servers.layout import dense
 from ..places.tensor import RemoteTensor
 from ..transport import NotSupported
+from ..transport.memory.sole import STORAGE_USES, storage_uses
 from .advice import warn
 from .parameter import ServedParameter
 
-_OWN = 2
-"""What torch counts as users of a storage of one tensor: the tensor, and the object that is asked."""
 Shown = tuple[torch.Tensor, nn.Parameter, int]
 """A buffer, or a tensor that is an attribute of a module; the parameter in whose memory it lies; at which element."""
 
@@ -75,14 +74,14 @@ def _within(this: _Span, that: _Span) -> Shown:
 
 
 def _look_outside(net: nn.Module, shown: list[Shown]) -> None:
-    storages = {name: parameter.untyped_storage()._cdata for name, parameter in net.named_parameters()}
     views = [tensor for tensor, _, _ in shown]
     known = {
         id(tensor): tensor for tensor in [*net.parameters(), *views, *(view._base for view in views)] if tensor is not None
     }
     here = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
-    for name, storage in storages.items():
-        if torch._C._storage_Use_Count(storage) > _OWN + here[storage] - 1:
+    for name, parameter in net.named_parameters() if STORAGE_USES >= 0 else ():
+        storage = parameter.untyped_storage()
+        if storage_uses(storage) > STORAGE_USES + here[storage._cdata] - 1:
             warn(
                 f"a tensor outside of the model shares the memory of {name!r} (a state_dict(), .data or .detach() of it): it "
                 "keeps the values of now, and others may do so, too"

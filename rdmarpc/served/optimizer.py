@@ -6,17 +6,18 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
-from ..graph.servers.trainer import Half, Trainer
+from ..graph.servers.trainer import Half
 from ..graph.servers.updates import (
     PER_PARAMETER,
     Elsewhere,
@@ -28,50 +29,7 @@ from ..graph.servers.updates import (
     refuse_scaling,
 )
 from ..transport import NotSupported
-from .left import Left
-
-
-class Served(Protocol):
-    """The servers of one model, as its optimizers see them (``servers.Servers``)."""
-
-    trainer: Trainer
-    staging: str
-
-    def pull(self) -> None:
-        """Return when the weights of the last step are here."""
-
-    def ready(self) -> None:
-        """Before the gradients of a step are sent."""
-
-    left: Left
-    """The gradients of the last step that may change them."""
-
-    def sending(self, leaves: bool) -> None:
-        """Gradients go out from here on, so weights are on their way, whatever becomes of this step. ``leaves``: it is known
-        to leave gradients as they are."""
-
-    def seen(self) -> None:
-        """The versions of parameters that were sent have changed: nobody has written there."""
-
-    def sent(self) -> None:
-        """After that; returns when they may be changed again."""
-
-    @property
-    def optimizers(self) -> Iterator[int]:
-        """Numbers for them."""
-
-    @property
-    def position(self) -> Mapping[nn.Parameter, tuple[str, int]]:
-        """Of each parameter: its server, and which of its parameters it is there."""
-
-    unused: deque[int]
-    """Numbers of optimizers that are no more."""
-
-    def forget(self) -> None:
-        """Tell the servers of those."""
-
-    def ask(self, server: str, method: str, /, *args: Any) -> Any:
-        """A method of a ``graph.servers.server.Server``."""
+from .servers import Servers
 
 
 class _Share:
@@ -87,12 +45,12 @@ class _Share:
         room = 0 if half.gradients is None else len(half.gradients)
         self.learns = [at < room for at in self.at]
         self.dtypes = [parameter.dtype for parameter in self.parameters]
-        self._marks = bytearray(room)
+        self._room = room
         self.full = self.marks(self.at) if all(self.learns) else b""
         """The marks when every parameter has a gradient; empty if they cannot all have one."""
 
     def marks(self, present: Iterable[int]) -> bytes:
-        marks = bytearray([ABSENT]) * len(self._marks)
+        marks = bytearray([ABSENT]) * self._room
         for at in present:
             marks[at] = PRESENT
         return bytes(marks)
@@ -102,9 +60,10 @@ class ServedOptimizer(torch.optim.Optimizer):
     """See the module; made by ``make`` only."""
 
     _kind: type[torch.optim.Optimizer]
+    _served: Servers = None  # type: ignore[assignment]
+    """``None`` while the real class makes its own."""
 
-    def __init__(self, served: Served, params: Any, given: dict[str, Any]) -> None:
-        self._served: Served | None = None
+    def __init__(self, served: Servers, params: Any, given: dict[str, Any]) -> None:
         super().__init__(params, **given)
         self.state.clear()  # some optimizers make theirs at once
         known = ("_served", "state", "param_groups", "defaults")
@@ -119,7 +78,6 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def _share_out(self) -> None:
         served = self._served
-        assert served is not None
         groups: dict[str, dict[int, list[int]]] = {}
         found: dict[str, dict[int, nn.Parameter]] = {}
         for number, group in enumerate(self.param_groups):
@@ -157,7 +115,6 @@ class ServedOptimizer(torch.optim.Optimizer):
         """Send the gradients; returns when they may be changed again. The new weights come by themselves: the next forward
         waits for them. Raises ``PeerLost``, ``TransferTimeout``, what a server raised, ``NotSupported`` (nothing was sent)."""
         served = self._served
-        assert served is not None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,7 +162,6 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def _tell(self, share: _Share, numbers: list[float], rest: Any) -> None:
         served = self._served
-        assert served is not None
         described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
         counting = counting_dtype(self._kind)
         served.ask(share.half.server, "optimizer", self._number, self._kind, self._given, described, counting)
@@ -228,7 +184,6 @@ class ServedOptimizer(torch.optim.Optimizer):
     def _load(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Where there are no entries, a parameter loses its own."""
         served = self._served
-        assert served is not None
         served.pull()
         there: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
         for parameter, entries in states.items():
@@ -241,7 +196,6 @@ class ServedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the real one's, with the state that the servers have."""
         served = self._served
-        assert served is not None
         self._renew()
         served.pull()
         index = {parameter: number for number, parameter in enumerate(self._everything())}
@@ -307,16 +261,12 @@ def _ordinary(kind: type[torch.optim.Optimizer], content: dict[str, Any]) -> tor
     return made
 
 
-_classes: dict[type[torch.optim.Optimizer], type[ServedOptimizer]] = {}
+@functools.cache
+def _class(kind: Any) -> type[ServedOptimizer]:
+    return type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
 
 
-def _class(kind: type[torch.optim.Optimizer]) -> type[ServedOptimizer]:
-    if kind not in _classes:
-        _classes[kind] = type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
-    return _classes[kind]
-
-
-def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
+def make(served: Servers, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
     """An optimizer of this class over parameters of that model."""
     if issubclass(kind, torch.optim.LBFGS):
         raise NotSupported(
@@ -330,4 +280,5 @@ def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, default
             hint="use one server, or a class of torch.optim",
         )
     served.forget()
-    return _class(kind)(served, params, defaults)
+    found: Any = kind
+    return _class(found)(served, params, defaults)

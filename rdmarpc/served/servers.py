@@ -91,10 +91,10 @@ class Servers:
         for half in halves:
             if self.agent.name == self.workers[0]:
                 self.ask(half.server, "fill", [parameter.detach() for parameter in self.parameters[half.server]])
-            self.ask(half.server, "connect", self.agent.name, half.offer(), half.alarm)
+            self.ask(half.server, "connect", self.agent.name, half.inlet.offer(), half.alarm)
         self.trainer.pull()
         for half in halves:
-            for parameter, landing in zip(self.parameters[half.server], half.room.tensors):
+            for parameter, landing in zip(self.parameters[half.server], half.inlet.room.tensors):
                 parameter.data = landing
         names = [name for found in self.names.values() for name in found]
         self._watch = Watch(names, list(self.position), self.pull)

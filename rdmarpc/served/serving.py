@@ -40,7 +40,7 @@ def _table(agent: Agent) -> _Table:
     def lost(worker: str, error: RdmaError) -> None:
         for model, server in list(table.items()):
             if worker in server.workers:
-                server.lost(worker, error)
+                server.station.lost(worker, error)
                 _forget(table, model, worker)
         for model, end in list(table.given_up.items()):
             if worker in end.awaited:  # another one of its name may come, in another life of the model

@@ -11,7 +11,7 @@ import torch
 
 from rdmarpc.base.worker_info import WorkerInfo
 from rdmarpc.calls import errors
-from rdmarpc.graph.servers.header import Header
+from rdmarpc.graph.servers.layout import Header
 from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import layout, serialize, tensors

@@ -40,30 +40,19 @@ _PATIENT_NS = 100_000
 @compiled(i64(i64, i64, i64, i64, i64, i64))
 def begin(call: int, plan: int, sequence: int, source: int, target: int, patient: int) -> int:
     """Set the words of a call as its plan has them. What is sent lies at ``source``, what comes goes to ``target``."""
+    memcpy(call + 8 * w.CALL_CODE, plan, 8 * w.PLAN_WORDS)
     store_release(call + 8 * w.CALL_SEQUENCE, sequence)
-    store_release(call + 8 * w.CALL_CODE, load_acquire(plan + 8 * w.PLAN_CODE))
-    store_release(call + 8 * w.CALL_COUNT, load_acquire(plan + 8 * w.PLAN_COUNT))
-    store_release(call + 8 * w.CALL_FOLD, load_acquire(plan + 8 * w.PLAN_FOLD))
-    store_release(call + 8 * w.CALL_OWN, source + load_acquire(plan + 8 * w.PLAN_OWN))
-    store_release(call + 8 * w.CALL_RESULT, target + load_acquire(plan + 8 * w.PLAN_RESULT))
-    store_release(call + 8 * w.CALL_BYTES, load_acquire(plan + 8 * w.PLAN_BYTES))
+    store_release(call + 8 * w.CALL_OWN, source + load_acquire(call + 8 * w.CALL_OWN))
+    store_release(call + 8 * w.CALL_RESULT, target + load_acquire(call + 8 * w.CALL_RESULT))
     store_release(call + 8 * w.CALL_FOLDED, 0)
-    store_release(call + 8 * w.CALL_WHOLE, load_acquire(plan + 8 * w.PLAN_WHOLE))
-    store_release(call + 8 * w.CALL_PART, load_acquire(plan + 8 * w.PLAN_PART))
-    store_release(call + 8 * w.CALL_CHUNK, load_acquire(plan + 8 * w.PLAN_CHUNK))
-    store_release(call + 8 * w.CALL_CHUNKS, load_acquire(plan + 8 * w.PLAN_CHUNKS))
-    store_release(call + 8 * w.CALL_PAST, load_acquire(plan + 8 * w.PLAN_PAST))
     store_release(call + 8 * w.CALL_PATIENT, patient)
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
-        lane, side = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number), plan + 8 * (w.PLAN_WORDS + w.PLAN_LANE_WORDS * number)
-        store_release(lane + 8 * w.LANE_FROM, source + load_acquire(side + 8 * w.PLAN_FROM))
-        store_release(lane + 8 * w.LANE_FROM_BYTES, load_acquire(side + 8 * w.PLAN_FROM_BYTES))
+        lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
+        memcpy(lane + 8 * w.LANE_FROM, plan + 8 * (w.PLAN_WORDS + w.PLAN_LANE_WORDS * number), 8 * w.PLAN_LANE_WORDS)
+        store_release(lane + 8 * w.LANE_FROM, source + load_acquire(lane + 8 * w.LANE_FROM))
+        store_release(lane + 8 * w.LANE_TO, target + load_acquire(lane + 8 * w.LANE_TO))
         store_release(lane + 8 * w.LANE_PUSHED, 0)
-        store_release(lane + 8 * w.LANE_PUSH, load_acquire(side + 8 * w.PLAN_PUSH))
-        store_release(lane + 8 * w.LANE_TO, target + load_acquire(side + 8 * w.PLAN_TO))
-        store_release(lane + 8 * w.LANE_TO_BYTES, load_acquire(side + 8 * w.PLAN_TO_BYTES))
         store_release(lane + 8 * w.LANE_PULLED, 0)
-        store_release(lane + 8 * w.LANE_PULL, load_acquire(side + 8 * w.PLAN_PULL))
     return 0
 
 
@@ -115,13 +104,12 @@ def _add_up(call: int) -> int:
 
 @inline
 def _step(call: int, port: int) -> int:
-    """Do what can be done: the number of pieces, or 0; ``w.OK - 1`` and less: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
+    """Do what can be done: the number of pieces, or 0; negative: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
     done."""
     if port != 0:
         poll(port)
     if load_acquire(call + 8 * w.CALL_CHUNKS) > 0:
-        summed = sum_step(call)
-        return summed if summed >= 0 else w.MISMATCH if summed == -2 else w.CLOSED
+        return sum_step(call)
     count, moved, rest = load_acquire(call + 8 * w.CALL_LANES), 0, 0
     folds = load_acquire(call + 8 * w.CALL_FOLD) >= 0
     for number in range(count):
@@ -149,8 +137,7 @@ def counted(call: int) -> int:
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
         lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
         total += load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) + load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED))
-    kick = load_acquire(call + 8 * w.CALL_KICK)
-    return total + (load_acquire(kick) if kick != 0 else 0)
+    return total
 
 
 @compiled(i64(i64, i64, i64, i64))
@@ -168,6 +155,22 @@ def sleep(call: int, seen: int, slice_ns: int, port: int) -> int:
     if port != 0:
         awake(port)
     return 0
+
+
+@inline
+def _idle(call: int, seen: int, at: int, quiet_ns: int, left_ns: int, port: int) -> int:
+    """Nothing has changed for ``quiet_ns``, at the time ``at``: yield while the budget for spinning lasts, and others let us go
+    on at once, else sleep. Whether it slept; the budget follows from how long that was."""
+    budget = load_acquire(load_acquire(call + 8 * w.CALL_BUDGET))
+    if load_acquire(call + 8 * w.CALL_PATIENT) != 0:
+        budget = min(budget, _PATIENT_NS)
+    if quiet_ns < budget:
+        sched_yield()
+        if now() - at < _CROWDED_NS:
+            return 0
+    sleep(call, seen, left_ns, port)
+    store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
+    return 1
 
 
 @compiled(i64(i64, i64, i64))
@@ -189,20 +192,14 @@ def rest(call: int, slice_ns: int, port: int) -> int:
         quiet += 1
         if quiet < _PAUSES:
             pause()
-            continue
-        if at - start < load_acquire(load_acquire(call + 8 * w.CALL_BUDGET)):
-            sched_yield()
-            if now() - at < _CROWDED_NS:
-                continue
-        sleep(call, seen, slice_ns - (at - start), port)
-        store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
+        else:
+            _idle(call, seen, at, at - start, slice_ns - (at - start), port)
 
 
 @compiled(i64(i64, i64, i64))
 def exchange(call: int, slice_ns: int, port: int) -> int:
-    """Move the streams of a call on until all is done: ``OK``; ``MISMATCH`` or ``CLOSED`` (``CALL_LANE``); ``CHANGED`` as soon
-    as the word at ``CALL_KICK`` is not ``CALL_SEEN``; ``TIMEOUT`` after ``slice_ns``. May be called again after the last
-    two."""
+    """Move the streams of a call on until all is done: ``OK``; ``MISMATCH`` or ``CLOSED`` (``CALL_LANE``); ``TIMEOUT`` after
+    ``slice_ns``, and it may be called again."""
     start, quiet, before = now(), 0, 0
     while True:
         seen = counted(call)
@@ -211,15 +208,9 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
             return moved
         if moved == 1 << 40:
             return w.OK
-        if load_acquire(call + 8 * w.CALL_KICK) != 0 and load_acquire(load_acquire(call + 8 * w.CALL_KICK)) != load_acquire(
-            call + 8 * w.CALL_SEEN
-        ):
-            return w.CHANGED
         if moved > 0:
             quiet = 0
-            if slice_ns <= 0:
-                continue
-            if now() - start > slice_ns:
+            if slice_ns > 0 and now() - start > slice_ns:
                 return w.TIMEOUT
             continue
         quiet += 1
@@ -231,13 +222,5 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
             before = at
         if at - start >= slice_ns:
             return w.TIMEOUT
-        budget = load_acquire(load_acquire(call + 8 * w.CALL_BUDGET))
-        if load_acquire(call + 8 * w.CALL_PATIENT) != 0:
-            budget = min(budget, _PATIENT_NS)
-        if at - before < budget:
-            sched_yield()
-            if now() - at < _CROWDED_NS:
-                continue
-        sleep(call, seen, min(slice_ns, slice_ns - (at - start)), port)
-        store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
-        quiet = _PAUSES - 1
+        if _idle(call, seen, at, at - before, slice_ns - (at - start), port) != 0:
+            quiet = _PAUSES - 1

@@ -41,7 +41,7 @@ class Lane:
         ``bell``: number of the bell that news ring; ``first``: of ``NUMBERS`` notification numbers that nobody else uses."""
         self.channel, self.piece, (self.few, self.most) = channel, piece, depths
         self.out_depth = self.in_depth = self.few
-        self._device, self._bell, self._first = device, bell, first
+        self._device, self._bell, self.first = device, bell, first
         self.stride = HEADER + piece
         self._end = self.stride * self.few
         self._base = self._allocate(self._end + NOTICE_BYTES + _OFFER_BYTES)
@@ -67,7 +67,7 @@ class Lane:
         return made
 
     def offer(self) -> str:
-        return f"{self.channel.device.export(self._base).hex()} {self._first} {self.piece} {self.few} {self.most}"
+        return f"{self.channel.device.export(self._base).hex()} {self.first} {self.piece} {self.few} {self.most}"
 
     def open(self, offer: str) -> None:
         """Take the peer's offer. Raises ``ValueError`` if it does not fit ours, ``RemoteAccessError``, ``PeerLost``."""
@@ -149,7 +149,7 @@ class Lane:
             return
         self.closed = True
         for number in range(NUMBERS):
-            words.add(self.channel.record(self._first + number) + 8, -(self._bell << 32))
+            words.add(self.channel.record(self.first + number) + 8, -(self._bell << 32))
         if self._opened and self.channel.error is None:
             with contextlib.suppress(RdmaError):
                 self.channel.fence(_FENCE_S)
@@ -171,8 +171,3 @@ class Lane:
     def released(self) -> bool:
         """Whether nobody writes our memory and numbers any more."""
         return words.load(self._gone) > 0 or self.channel.error is not None
-
-    @property
-    def first(self) -> int:
-        """The first of our notification numbers."""
-        return self._first

@@ -108,15 +108,15 @@ def _sum_next(call: int) -> int:
 
 @inline
 def sum_step(call: int) -> int:
-    """Do what can be done: the number of pieces, or 0; -1: ``CALL_LANE`` is closed; -2: what came there is not of this call.
-    ``1 << 40``: all is done."""
+    """Do what can be done: the number of pieces, or 0; ``CLOSED``: ``CALL_LANE`` is; ``MISMATCH``: what came there is not of
+    this call. ``1 << 40``: all is done."""
     moved, rest = _sum_next(call), 0
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
         lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
         pulled, pushed = _pull_sum(call, lane), _push_next(call, lane)
         if pulled < 0 or pushed < 0:
             store_release(call + 8 * w.CALL_LANE, number)
-            return -2 if pulled < 0 else -1
+            return w.MISMATCH if pulled < 0 else w.CLOSED
         moved += pulled + pushed
         rest += left(lane)
     return 1 << 40 if rest == 0 else moved

@@ -20,7 +20,7 @@ from ..words.signals import BELL_BYTES
 from . import kernels
 from . import layout as at
 from .lane import Lane
-from .layout import CALL_WORDS, CHANGED, CLOSED, HEADER, LANE_WORDS, MISMATCH, OK, TIMEOUT
+from .layout import CALL_WORDS, CLOSED, HEADER, LANE_WORDS, MISMATCH, OK, TIMEOUT
 from .pieces import fold_table, folder
 
 Span = tuple[int, int]
@@ -152,7 +152,7 @@ class Streams(abc.ABC):
         spans. With ``fold`` only the bytes of ``ins`` count, all are alike, and all ranks are in it."""
         fold = fold or _NO_FOLD
         past = int(sum(nbytes for _, nbytes in ins.values()) >= COPY_PAST)
-        numbers = [code, elements, fold.code, fold.own, fold.result, fold.nbytes, int(fold.whole), 0, 0, 0, past]
+        numbers = [code, elements, *fold[:4], int(fold.whole), 0, 0, 0, past]
         grows: list[tuple[int, bool]] = []
         for rank in self.order:
             for span in (outs.get(rank), ins.get(rank)):
@@ -182,7 +182,7 @@ class Streams(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, slice_ns: int) -> int:
-        """Go on for at most ``slice_ns``: ``OK``, ``TIMEOUT``, ``CHANGED`` or, with ``at_fault``, ``MISMATCH`` or
+        """Go on for at most ``slice_ns``: ``OK``, ``TIMEOUT`` or, with ``at_fault``, ``MISMATCH`` or
         ``CLOSED``."""
 
     def rest(self, slice_ns: int) -> None:
@@ -267,9 +267,6 @@ class PostedStreams(Streams):
             status = self._step()
             if status != TIMEOUT:
                 return status
-            kick = int(self.words[at.CALL_KICK])
-            if kick and words.load(kick) != int(self.words[at.CALL_SEEN]):
-                return CHANGED
             if kernels.counted(self.address) != seen:
                 continue
             if slept or slice_ns <= 0:

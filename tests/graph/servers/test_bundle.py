@@ -28,8 +28,7 @@ from rdmarpc.graph.servers.bundle import (
     Room,
 )
 from rdmarpc.graph.servers.errors import WorkerError
-from rdmarpc.graph.servers.header import Header
-from rdmarpc.graph.servers.layout import dense
+from rdmarpc.graph.servers.layout import Header, dense
 from rdmarpc.graph.servers.server import Server
 from rdmarpc.graph.servers.station import Station
 from rdmarpc.graph.servers.trainer import Trainer, gradient_note
@@ -253,7 +252,7 @@ class World:
         for name, trainer in zip(self.workers, self.trainers):
             self.server.ask("optimizer", 1, Adding, {"rate": 1.0}, [{"params": [0, 1, 2], "rate": 1.0}], torch.float32)
             half = trainer.halves["s"]
-            self.server.ask("connect", name, half.offer(), half.alarm)
+            self.server.ask("connect", name, half.inlet.offer(), half.alarm)
 
     def close(self) -> None:
         self.server.close()
@@ -288,7 +287,7 @@ def test_slow_and_fast_ends_never_lose_or_tear_anything(world: Callable[..., Wor
         try:
             for step in range(steps):
                 trainer.ready()
-                for value, tensor in zip(expected, half.room.tensors):
+                for value, tensor in zip(expected, half.inlet.room.tensors):
                     assert bool((tensor == value).all()), (at, step, value, tensor)
                 if generator.random() < 0.03:
                     time.sleep(generator.random() * 0.01)
@@ -381,7 +380,7 @@ def test_a_wait_ends_and_can_be_taken_up_again(world: Callable[..., World]) -> N
     send(made.trainers[1])
     for trainer in made.trainers:
         trainer.pull()
-        assert bool((trainer.halves["s"].room.tensors[1] == 2.0).all())
+        assert bool((trainer.halves["s"].inlet.room.tensors[1] == 2.0).all())
 
 
 def test_a_server_that_is_lost_is_named(world: Callable[..., World]) -> None:

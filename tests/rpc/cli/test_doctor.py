@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rdmarpc.calls import environment
-from rdmarpc.cli import doctor, host_facts
-from rdmarpc.cli.host_facts import LIMITS, MISSING, OK
+from rdmarpc.tools import doctor, host_facts
+from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
 from rdmarpc.transport import NotSupported, open_device
 from rdmarpc.transport.nic import sysfs
 from rdmarpc.transport.tls import openssl

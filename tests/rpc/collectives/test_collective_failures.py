@@ -262,7 +262,9 @@ def test_the_news_of_a_loss_goes_before_that_of_a_leaving(monkeypatch: pytest.Mo
 
     lanes = {1: lane(LEFT), 2: lane("")}
     streams = SimpleNamespace(lanes=lanes, needs=lambda rank: True)
-    engine = Engine(SimpleNamespace(rank=0, size=3, ranks=range(3), streams=streams), 20.0)
+    members = object.__new__(meeting.Ranks)
+    vars(members).update(rank=0, size=3, ranks=range(3), streams=streams, lanes=[lanes, {}])
+    engine = Engine(members, 20.0)
 
     def told(_: float) -> None:
         lanes[2].channel.error = PeerLost("the process ended")

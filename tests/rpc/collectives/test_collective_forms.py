@@ -21,7 +21,7 @@ _FORM = re.compile(r"(?:\d+\. )?(\w+)\(self: [\w.]+ProcessGroup(?:, (.*))?\) -> 
 def test_the_table_is_torch_s_binding():
     """By the documentation that pybind makes of each overload."""
     from rdmarpc.collectives.backend import ProcessGroup
-    from rdmarpc.collectives.binding.forms import FORMS
+    from rdmarpc.collectives.table import ROWS
 
     messages = {"send", "recv", "recv_anysource", "_end_coalescing"}
     seen = set()
@@ -30,7 +30,7 @@ def test_the_table_is_torch_s_binding():
             if found[1] != name or name in messages:
                 continue
             names = tuple(re.findall(r"(\w+): ", re.sub(r"\[[^\[\]]*\]|<[^>]*>", "", found[2] or "")))
-            assert names in FORMS[getattr(ProcessGroup, name).__name__][1], (name, names)
+            assert names in ROWS[getattr(ProcessGroup, name).__name__].forms, (name, names)
             seen.add(name)
     assert {"allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter", "barrier"} <= seen
 

@@ -312,7 +312,7 @@ def test_strings_that_name_several_backends():
 
 ALONE = """
 import sys
-from rdmarpc.drop_in import hook
+from rdmarpc.tools import hook
 hook.register()  # waits for torch, too
 assert "torch" not in sys.modules
 import torch.distributed as dist

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rdmarpc.cli import run
+from rdmarpc.tools import run
 
 PROGRAM = Path(__file__).with_name("stood_in_program.py")
 
@@ -121,7 +121,7 @@ NAMES = """
               for name, module in theirs.items()}
     import rdmarpc
     rdmarpc.install()
-    from rdmarpc.drop_in import differences, modules
+    from rdmarpc.tools import differences, modules
     unexplained = []
     for name, keys in listed.items():
         if name not in modules.MEANT:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -345,3 +347,22 @@ PROMISES = [every_option_of_ddp, several_passes_in_a_context, beside_other_leave
 @pytest.mark.parametrize("promise", PROMISES)
 def test_ddp_in_contexts_is_ddp(promise: Callable[[int], None]):
     results(run_group(functools.partial(with_gloo, promise), 2, dynamic=True))
+
+
+def test_modules_from_before_the_import_are_found(tmp_path):
+    program = f"""
+import gc, torch
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
+before = DistributedDataParallel(nn.Linear(2, 2))
+gc.freeze()
+from rdmarpc.gradients.behind import replicas
+
+after = DistributedDataParallel(nn.Linear(2, 2))
+for each in (before, after):
+    assert [found.module() for found in replicas.of(each.module.weight)] == [each]
+assert not replicas.of(nn.Linear(2, 2).weight) and gc.get_freeze_count()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

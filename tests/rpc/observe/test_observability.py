@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import rdmarpc as rpc
 from rdmarpc.calls import agent
 from rdmarpc.links import reads
-from rdmarpc.observe import events as trace_events
+from rdmarpc.tools import events as trace_events
 
 arrived, may_go = threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ from test_verbs import deaf
 from transport_peer import C, Peer, S, State, accept, all_are, filled, write
 
 from rdmarpc import transport
-from rdmarpc.cli import doctor
+from rdmarpc.tools import doctor
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteRegion
 from rdmarpc.transport.auto import AutoDevice
 from rdmarpc.transport.nic import sysfs

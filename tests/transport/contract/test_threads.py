@@ -43,13 +43,13 @@ THREADS = {
     "rdmarpc/message/gpu.py _bury": "guarded for each peer",
     "rdmarpc/gradients/waves.py _survey": "one backward pass, which fails then",
     "rdmarpc/places/worker.py _serve": "tells its caller that the stream has ended",
-    "rdmarpc/observe/debug.py _print_on": "guarded for each signal",
+    "rdmarpc/tools/debug.py _print_on": "guarded for each signal",
     "rdmarpc/links/ring.py _open": "one peer's ring; the link is refused then",
     "rdmarpc/links/losses.py _run_apart": "guarded for each loss",
     "rdmarpc/served/serving.py meet": "one server, for each worker; it ends then",
     "rdmarpc/collectives/queue.py _serve": "guarded for each call, which fails then",
     "rdmarpc/collectives/pairs.py _serve": "guarded; the group's messages fail then",
-    "rdmarpc/collectives/backend.py _finish": "guarded; the calls that it stands for fail then",
+    "rdmarpc/collectives/backend.py finish": "guarded; the calls that it stands for fail then",
     "transport/tls/relay.py _run": "one stream, in a kernel; the stream ends with it",
 }
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from softverbs import PATH, compiled
 
-from rdmarpc.cli import host_facts
-from rdmarpc.cli.host_facts import LIMITS, MISSING, OK
+from rdmarpc.tools import host_facts
+from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
 from rdmarpc.transport import RdmaError
 from rdmarpc.transport.gpu import driver
 from rdmarpc.transport.nic import native

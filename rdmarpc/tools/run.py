@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import NoReturn
 
-from ..drop_in import children
+from . import hook
 
 USAGE = """usage: rdmarpc run [--] SCRIPT.py [arguments]
        rdmarpc run -m MODULE [arguments]
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit(USAGE)
     if sys.flags.ignore_environment or sys.flags.no_site:
         sys.exit("rdmarpc run: Python's options -E, -I and -S keep programs from knowing (PYTHONPATH)")
-    children.tell(os.environ)
+    hook.tell_children(os.environ)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *flags, *program])

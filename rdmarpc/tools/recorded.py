@@ -15,10 +15,12 @@ by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,17 +31,7 @@ from ..links.frames import LONE, REQUEST, RESPONSE, Frame
 from ..links.ring import Link
 from ..message.tensors import Outgoing, traffic
 
-
-class Notes(Protocol):
-    """The timeline, as calls write it."""
-
-    rank: int
-
-    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
-        """One fact, on the track of this thread."""
-
-    def track(self) -> int:
-        """The number of this thread."""
+_LIMIT = 300_000
 
 
 class Message(threading.local):
@@ -84,13 +76,42 @@ def _short(values: Sequence[Any]) -> dict[str, int]:
 
 
 class Calls:
-    """The calls of one worker. Thread-safe; any thread may be in here when the recording ends."""
+    """The facts of one worker, the last ``_LIMIT`` of them. Thread-safe; any thread may be in here when the recording ends."""
 
-    def __init__(self, line: Notes) -> None:
-        self._line = line
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.message = Message()
         self.serving_now: dict[tuple[int, int], Serving] = {}
         """The requests whose functions run."""
+        self._records: deque[tuple[Any, ...]] = deque(maxlen=_LIMIT)
+        self._count = itertools.count()
+        self._tracks: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        self._local = threading.local()
+
+    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
+        """One fact, on the track of this thread."""
+        next(self._count)
+        self._records.append((kind, rank, call, self.track(), *fields))
+
+    def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> None:
+        """Something that is part of no call, on any track."""
+        next(self._count)
+        self._records.append(("span", self.rank, 0, track, begin, end, name, category, about))
+
+    def track(self) -> int:
+        """The number of this thread."""
+        try:
+            return self._local.track
+        except AttributeError:
+            track = self._local.track = self.new_track(threading.current_thread().name)
+            return track
+
+    def new_track(self, name: str) -> int:
+        """A number for what is no thread."""
+        track = next(self._numbers)
+        self._tracks[track] = name
+        return track
 
     # -- the calling side
 
@@ -102,7 +123,7 @@ class Calls:
         end = monotonic_ns()
         bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
-        self._line.note("sent", self._line.rank, pending.call, begin, end, *what)
+        self.note("sent", self.rank, pending.call, begin, end, *what)
 
     def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
         if kind == REQUEST or kind == RESPONSE:
@@ -114,7 +135,7 @@ class Calls:
         try:
             wait()
         finally:
-            self._line.note("waited", self._line.rank, pending.call, begin, monotonic_ns())
+            self.note("waited", self.rank, pending.call, begin, monotonic_ns())
 
     def reading(self, decode: Callable[[Pending, Answer], Any], pending: Pending, answer: Answer) -> Any:
         error = ""
@@ -125,15 +146,15 @@ class Calls:
             error = type(reason).__name__
             raise
         finally:
-            self._line.note("done", self._line.rank, pending.call, begin, monotonic_ns(), error)
+            self.note("done", self.rank, pending.call, begin, monotonic_ns(), error)
 
     # -- the called side
 
     def came(self, link: Link, frame: Frame) -> None:
-        self._line.note("came", link.rank, frame.call, monotonic_ns(), link.name)
+        self.note("came", link.rank, frame.call, monotonic_ns(), link.name)
 
     def serving(self, request: Request) -> None:
-        serving = Serving(request.link.rank, request.call, self._line.track())
+        serving = Serving(request.link.rank, request.call, self.track())
         serving.outer, self.message.serving = self.message.serving, serving
         self.serving_now[serving.key] = serving
 
@@ -153,14 +174,14 @@ class Calls:
     def replied(self, request: Request, noted: Noted, error: str) -> None:
         begin, short = noted
         carried, self.message.bytes = self.message.bytes or short, {}
-        self._line.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
+        self.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
 
     def served(self, request: Request) -> None:
         serving = self.message.serving
         if serving is None or serving.key != (request.link.rank, request.call):
             return  # it began before the recording
         if serving.begun:  # else it waits for its references, and another thread may be serving it by now
-            self._line.note("served", *serving.key, *serving.spans(monotonic_ns()))
+            self.note("served", *serving.key, *serving.spans(monotonic_ns()))
         if self.serving_now.get(serving.key) is serving:
             del self.serving_now[serving.key]
         self.message.serving = serving.outer

@@ -121,16 +121,8 @@ def _apart(name: str, category: str, pid: int, known: str, begin: int, end: int,
 
 
 def _arrow(phase: str, what: str, pid: int, tid: int, at: int, known: str) -> Event:
-    event = {
-        "ph": phase,
-        "name": what,
-        "cat": what,
-        "pid": pid,
-        "tid": tid,
-        "ts": (at + _INSIDE) / 1e3,
-        "id": f"{what} {known}",
-    }
-    return event | {"bp": "e"} if phase == "f" else event
+    event = {"ph": phase, "name": what, "cat": what, "pid": pid, "tid": tid, "ts": (at + _INSIDE) / 1e3}
+    return event | {"id": f"{what} {known}"} | ({"bp": "e"} if phase == "f" else {})
 
 
 # -- several workers
@@ -185,19 +177,14 @@ def clock_offsets(traces: list[Trace]) -> list[int]:
 def _quickest(traces: list[Trace]) -> dict[tuple[int, int], float]:
     """The least nanoseconds from the beginning of an arrow in one trace to its end in another, by their own clocks, for pairs
     of traces."""
-    begun = {
-        event["id"]: (at, event["ts"])
-        for at, trace in enumerate(traces)
-        for event in trace["traceEvents"]
-        if event["ph"] == "s"
-    }
+    every = [(at, event) for at, trace in enumerate(traces) for event in trace["traceEvents"]]
+    begun = {event["id"]: (at, event["ts"]) for at, event in every if event["ph"] == "s"}
     least: dict[tuple[int, int], float] = {}
-    for there, trace in enumerate(traces):
-        for event in trace["traceEvents"]:
-            if event["ph"] == "f" and event["id"] in begun:
-                here, ts = begun[event["id"]]
-                taken = (event["ts"] - ts) * 1e3
-                least[here, there] = min(taken, least.get((here, there), taken))
+    for there, event in every:
+        if event["ph"] == "f" and event["id"] in begun:
+            here, ts = begun[event["id"]]
+            taken = (event["ts"] - ts) * 1e3
+            least[here, there] = min(taken, least.get((here, there), taken))
     return least
 
 

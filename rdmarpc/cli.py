@@ -17,9 +17,9 @@ USAGE = """usage: rdmarpc COMMAND [arguments]
 """
 
 MODULES = {
-    "doctor": "rdmarpc.cli.doctor",
+    "doctor": "rdmarpc.tools.doctor",
     "graph": "rdmarpc.transfers",
-    "run": "rdmarpc.cli.run",
+    "run": "rdmarpc.tools.run",
     "timeline": "rdmarpc.timeline",
 }
 

@@ -12,11 +12,6 @@ _MARKS = ("RRef(", "prim::rpc_", "aten::to_here", "aten::local_value")
 _compiled: Any = torch.jit.ScriptFunction.__call__
 
 
-def take_over() -> None:
-    """Once a process."""
-    torch.jit.ScriptFunction.__call__ = _call  # type: ignore[assignment, method-assign]
-
-
 def _call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     try:
         python = function._rdmarpc_python
@@ -25,3 +20,6 @@ def _call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         python = getattr(function, "_torchdynamo_inline", None) if any(mark in text for mark in _MARKS) else None
         function._rdmarpc_python = python
     return _compiled(function, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+
+torch.jit.ScriptFunction.__call__ = _call  # type: ignore[assignment, method-assign]

@@ -9,20 +9,20 @@ from typing import Any
 
 from . import differences
 
-_RPC = ("rdmarpc", "rdmarpc.api", "rdmarpc.drop_in.backend_registry", "rdmarpc.drop_in.constants")
+_RPC = ("rdmarpc", "rdmarpc.api", "rdmarpc.torch_names")
 MEANT: dict[str, tuple[str, ...]] = {
     "torch.distributed.rpc": _RPC,
     "torch.distributed.rpc.api": ("rdmarpc.api", "rdmarpc.internal", "rdmarpc.constants"),
-    "torch.distributed.rpc.backend_registry": ("rdmarpc.drop_in.backend_registry",),
-    "torch.distributed.rpc.constants": ("rdmarpc.constants", "rdmarpc.drop_in.constants"),
+    "torch.distributed.rpc.backend_registry": ("rdmarpc.torch_names",),
+    "torch.distributed.rpc.constants": ("rdmarpc.constants", "rdmarpc.torch_names"),
     "torch.distributed.rpc.functions": ("rdmarpc.functions",),
     "torch.distributed.rpc.internal": ("rdmarpc.internal", "rdmarpc.api"),
-    "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.drop_in.options"),
-    "torch.distributed.rpc.rref_proxy": ("rdmarpc.drop_in.rref_proxy",),
+    "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.torch_names"),
+    "torch.distributed.rpc.rref_proxy": ("rdmarpc.torch_names", "rdmarpc.constants"),
     "torch.distributed.autograd": ("rdmarpc.autograd",),
-    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.drop_in.remote_module"),
+    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.torch_names"),
     "torch.distributed.optim.optimizer": ("rdmarpc.optim",),
-    "torch._C._distributed_rpc": ("rdmarpc.api", "rdmarpc", "rdmarpc.drop_in.constants"),
+    "torch._C._distributed_rpc": ("rdmarpc.api", "rdmarpc", "rdmarpc.torch_names"),
     "torch._C._distributed_autograd": ("rdmarpc.autograd",),
 }
 """Torch's modules, and ours that have their names: the first that has one."""
@@ -52,7 +52,7 @@ class StandIn(ModuleType):
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name == "is_available":
-            return _is_available
+            return lambda: True
         if not _loaded and any(LATER[package] == (self.__name__, name) and _being_imported(package) for package in LATER):
             return _ABSENT
         if not _loaded and name in _COMPARED and self.__name__ in _originals and asked_by("torch.jit", "torch._jit_internal"):
@@ -124,35 +124,24 @@ def ask_later(package: ModuleType) -> None:
     def ours(name: str) -> Any:
         if name != wanted:
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
-        names[name] = getattr(_stand_ins[home], name)
+        names[name] = getattr(stand_ins[home], name)
         return names[name]
 
     names["__getattr__"] = ours
 
 
-def _is_available() -> bool:
-    return True
-
-
-_stand_ins: dict[str, StandIn] = {}
+stand_ins: dict[str, StandIn] = {}
+"""By name; empty until they are where torch's modules are."""
 _originals: dict[str, ModuleType] = {}
 _loaded = False
 
 
-def replaced() -> bool:
-    return bool(_stand_ins)
-
-
-def stand_in(name: str) -> StandIn:
-    return _stand_ins[name]
-
-
 def replace() -> None:
     """Put the stand-ins where torch's modules are. Torch is imported."""
-    if _stand_ins:
+    if stand_ins:
         return
     for name in MEANT:
-        module = _stand_ins[name] = StandIn(name)
+        module = stand_ins[name] = StandIn(name)
         if name in PACKAGES:
             module.__path__ = []
         original = sys.modules.pop(name, None)
@@ -165,7 +154,7 @@ def replace() -> None:
         if parent == "torch._C":
             sys.modules[name] = module
     # TorchScript looks at two of its functions whatever the program does.
-    sys.modules["torch.distributed.autograd"] = _stand_ins["torch.distributed.autograd"]
+    sys.modules["torch.distributed.autograd"] = stand_ins["torch.distributed.autograd"]
 
 
 def load() -> None:
@@ -175,13 +164,13 @@ def load() -> None:
         return
     _loaded = True
     importlib.import_module("rdmarpc.api")
-    importlib.import_module("rdmarpc.drop_in.scripts").take_over()
+    importlib.import_module("rdmarpc.tools.scripts")
     ours: dict[int, Any] = {}
     for name, original in _originals.items():
-        ours[id(original)] = _stand_ins[name]
+        ours[id(original)] = stand_ins[name]
         for key, value in vars(original).items():
             if callable(value) and _of_the_original(value):
-                meant = getattr(_stand_ins[name], key, value)
+                meant = getattr(stand_ins[name], key, value)
                 ours[id(value)] = meant
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module not in _originals.values():

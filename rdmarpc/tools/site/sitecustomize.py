@@ -1,4 +1,4 @@
-"""Python imports this when it starts, because this folder is on ``PYTHONPATH`` (``drop_in/children``)."""
+"""Python imports this when it starts, because this folder is on ``PYTHONPATH`` (``tools/hook``)."""
 
 import importlib.machinery
 import importlib.util
@@ -22,7 +22,7 @@ def _run_next() -> None:
 
 def _stand_in() -> None:
     try:
-        from rdmarpc.drop_in import hook
+        from rdmarpc.tools import hook
     except ModuleNotFoundError as error:
         if error.name != "rdmarpc":
             raise

@@ -1,1 +1,0 @@
-"""In what forms torch gives a collective, and what its autograd is told of one."""

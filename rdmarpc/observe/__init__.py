@@ -1,1 +1,0 @@
-"""Seeing a run: counters, the state of a worker, timelines."""
