@@ -16,10 +16,10 @@ from torch.autograd.graph import GradientEdge
 
 from .calls import agent as _agent
 from .gradients import waves
-from .gradients.context import Context, current
+from .gradients.context import Context, Contexts, current
 from .gradients.error import BackwardError as BackwardError
 from .gradients.record import edge
-from .gradients.roots import check_types, scalars
+from .gradients.waves import check_types, scalars
 
 _NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
 
@@ -34,9 +34,9 @@ class context:
     every worker that the context reached, without waiting for those."""
 
     def __enter__(self) -> int:
-        self._context_id = _new_context()._context_id()
-        self._contexts = _agent.current().contexts  # those of the next agent are not concerned
-        return self._context_id
+        self._contexts, made = _enter()  # the contexts of this agent: those of the next one are not concerned
+        self._context_id = made.number
+        return made.number
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         current.context = None
@@ -59,8 +59,7 @@ def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ..
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The leaves on this worker that have a gradient in the context, and those gradients (not copies), in a new dict."""
     found = _find(context_id)
-    with found.lock:
-        found.joint.enter()
+    with found.joint:
         return dict(found.gradients)
 
 
@@ -103,12 +102,16 @@ class DistAutogradContext:
         return {agent.group.worker(number).id for number in self._found.workers} - {agent.me.id}
 
 
-def _new_context() -> DistAutogradContext:
-    agent = _agent.require(_NOT_INITIALIZED)
+def _enter() -> tuple[Contexts, Context]:
+    contexts = _agent.require(_NOT_INITIALIZED).contexts
     if current.context is not None and not current.context.ended:
         raise RuntimeError("Already have an autograd context id for this thread.")
-    current.context = agent.contexts.new()
-    return DistAutogradContext(current.context)
+    made = current.context = contexts.new()
+    return contexts, made
+
+
+def _new_context() -> DistAutogradContext:
+    return DistAutogradContext(_enter()[1])
 
 
 def _current_context() -> DistAutogradContext:

@@ -40,7 +40,7 @@ class Timeline(Calls):
     60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
 
     def __init__(self, agent: Agent, path: str | os.PathLike[str]) -> None:
-        if agent.caller.observer is not None:
+        if agent.post.observer is not None:
             raise RuntimeError("a timeline is being recorded already")
         super().__init__(agent.me.id)
         self.agent, self.path = agent, Path(path)
@@ -51,7 +51,7 @@ class Timeline(Calls):
         self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
-        agent.observe(self)
+        agent.post.observer = self
         observing = self._streams()
         observing.line = self
         agent.device.on_staged = self._note_staged
@@ -71,7 +71,7 @@ class Timeline(Calls):
         with self._lock:
             if self._stopped:
                 return
-            self.agent.observe(None)
+            self.agent.post.observer = None
             observing = self._streams()
             if observing.line is self:
                 observing.line = None

@@ -202,19 +202,30 @@ class Streams:
                 dead.append(self._retired.popleft())
 
 
-class Joint:
-    """Orders the streams of threads that work on the same tensors in turn. Each thread works between ``enter`` and ``leave``,
-    under a lock of the user's."""
+def joint(lock: threading.Lock) -> Any:
+    """``lock`` for threads that work on the same tensors in turn: who holds it is also in order on its streams."""
+    return lock if current is None else _Joint(lock)
 
-    _mark: Mark | None = None
 
-    def enter(self) -> None:
-        if self._mark is not None:
-            self._mark.wait()
+class _Joint:
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._mark: Mark | None = None
 
-    def leave(self) -> None:
-        if current is not None:
-            self._mark = current.mark()
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if self._mark is not None:
+                self._mark.wait()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._mark = None if current is None else current.mark()
+        finally:
+            self._lock.release()
 
 
 class Mark:

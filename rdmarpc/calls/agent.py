@@ -28,7 +28,7 @@ from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RE
 from ..links.group.group import Group
 from ..links.group.members import Members
 from ..links.losses import Losses, listens
-from ..links.polling.modes import check_real, intercepted, unseen
+from ..links.polling.modes import check_real, dispatch_modes, function_modes, tracing, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
 from ..links.post import Post
@@ -49,7 +49,6 @@ from ..transport.sandboxed import processors
 from . import environment, profiled
 from .callee import Callee
 from .caller import Caller
-from .observer import Observer, Recorder
 from .patience import Patience
 from .pending import Future, Outstanding, Pending, timed_out
 from .termination import Termination
@@ -65,9 +64,9 @@ PeerLostCallback = Callable[[str, RdmaError], None]
 class Agent:
     """Made by ``init_rpc``, one a process. Thread-safe."""
 
-    timeline: Recorder | None = None
-    """The timeline of the whole run, if one is recorded. ``init_rpc`` sets it, and ``get_debug_info``, which torch's agents
-    have too."""
+    timeline: Any = None
+    """The timeline (``Timeline``) of the whole run, if one is recorded. ``init_rpc`` sets it, and ``get_debug_info``, which
+    torch's agents have too."""
     get_debug_info: Callable[[], dict[str, int]] = dict
 
     def __init__(
@@ -229,7 +228,7 @@ class Agent:
             "refused_references": self.rrefs.refused,
             "refused_ends": self.contexts.refused,
             "refused_gradients": self.contexts.refused_gradients,
-            "refused_grants": self.caller.answers.refused_grants + self.callee.refused_grants,
+            "refused_grants": self.caller.refused_grants + self.callee.refused_grants,
             "refused_names": 0 if permits.current is None else permits.current.refused,
         }
 
@@ -251,7 +250,7 @@ class Agent:
         of a value that the call creates. Raises what pickling raises; all other errors are the answer's."""
         if not callable(function):
             raise TypeError("function should be callable.")
-        if not flags & CONTROL:
+        if not flags & CONTROL and (tracing() or dispatch_modes()):
             check_real()
         link = self._links.get(to.number)
         if link is None:
@@ -267,11 +266,11 @@ class Agent:
             context = _current_context.context
             if context is not None and context.ended:
                 context = None
-        args, observer, begin = tuple(args) if args else (), self.caller.observer, 0
+        args, observer, begin = tuple(args) if args else (), self.post.observer, 0
         if observer is not None:
             begin = observer.begin()
         given = link, function, args, kwargs, limit, flags, future, rref, fork, context
-        if intercepted():
+        if function_modes() or dispatch_modes():
             with unseen():
                 pending = self.caller.request(*given)
         else:
@@ -318,10 +317,6 @@ class Agent:
         fork = rref if to.number == self.number else self.new_id()
         pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return self.rrefs.forks.created(to.number, rref, fork, pending)
-
-    def observe(self, observer: Observer | None) -> None:
-        """Have ``observer`` told of every call on both sides from now on; ``None``: nobody."""
-        self.caller.observer = self.callee.observer = self.post.observer = observer
 
     # -- links
 

@@ -18,8 +18,7 @@ from ..base import streams as gpu_streams
 from ..base.futures import Value, known
 from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
-from ..gradients.context import Context, Contexts, current
-from ..gradients.plain import plainly
+from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.record import unbound
 from ..links import reads
 from ..links.frames import (
@@ -39,9 +38,7 @@ from ..links.frames import (
     Head,
     NotTheirs,
     created,
-    flat_request,
     function_of,
-    lone,
     request_body,
     response_payload,
 )
@@ -51,10 +48,10 @@ from ..links.promises import Promises
 from ..links.reads import AWAY, Fetch, Kept
 from ..links.ring import MAX_BODY, Link
 from ..message import permits, serialize
+from ..message.layout import travels
 from ..message.tensors import (
     NOTHING,
     Outgoing,
-    describe,
     describe_all,
     load_places,
     pack,
@@ -71,7 +68,6 @@ from ..transport.memory.arena import Block
 from . import errors, profiled
 from .failures import Failures
 from .handover import Handovers, sole
-from .observer import Serving
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
@@ -120,7 +116,6 @@ class Callee:
         """``distrust``: see ``Caller``."""
         self.device, self.pool, self.post, self.memory = device, pool, post, post.memory
         self.me, self.rrefs, self.contexts, self._distrust = me, rrefs, contexts, distrust
-        self.observer: Serving | None = None
         self.running: dict[int, Answering] = {}
         """The requests that are being served, by the thread that serves each."""
         self._functions: dict[bytes, Any] = {}
@@ -142,8 +137,8 @@ class Callee:
         value under another worker's number."""
         if frame.flags & REMOTE and not frame.flags & BULK:
             self._introduce(link, frame)
-        if self.observer is not None:
-            self.observer.came(link, frame)
+        if self.post.observer is not None:
+            self.post.observer.came(link, frame)
         self.pool.jobs.append(partial(self._serve, Answering(link, frame)))
 
     def release(self, link: Link, call: int) -> None:
@@ -192,7 +187,7 @@ class Callee:
         if first and (link.crowded or link.held.any or (flags & AWAY and link.channel.reads_take_peer)):
             reads.hold(self, link, answering.frame)
             return
-        thread, observer, streams = get_ident(), self.observer, gpu_streams.current
+        thread, observer, streams = get_ident(), self.post.observer, gpu_streams.current
         self.running[thread] = answering
         if observer is not None:
             observer.serving(answering)
@@ -214,7 +209,7 @@ class Callee:
                     self._distrust(link, error)
                 self._fail(answering, error)
                 return
-            self._reply(answering, answer)
+            (self._answer if observer is None else self._reply)(answering, answer)
         finally:
             self.running.pop(thread, None)
             if current.context is not None:  # entered by the function, and never left
@@ -264,8 +259,8 @@ class Callee:
             if streams is not None:
                 streams.begun()
         answering.function, answering.args = function, args
-        if self.observer is not None:
-            self.observer.unpickled(answering, function, args)
+        if self.post.observer is not None:
+            self.post.observer.unpickled(answering, function, args)
         if answering.references:
             answering.references.clear()  # the arguments hold them now
         link, context = answering.link, answering.context
@@ -309,10 +304,9 @@ class Callee:
         """Function and arguments. Runs user code (unpickling)."""
         link, frame = answering.link, answering.frame
         if frame.flags & (LONE | HEAD) == LONE:
-            name, table, data = lone(frame)
-            return self._function(name), (unpack_lone(table, data),), {}
+            return self._function(frame.body[: frame.function]), (unpack_lone(frame.body[frame.function :], frame.data),), {}
         if frame.flags & (FLAT | HEAD) == FLAT and not frame.tensors:
-            name, payload = flat_request(frame)
+            name, payload = frame.body[: frame.function], frame.body[frame.function : frame.function + frame.payload]
             return self._function(name), serialize.load_flat(payload, []), {}
         head, payload, table, data = answering.body or request_body(frame)
         answering.body = None
@@ -389,7 +383,7 @@ class Callee:
         """Send the answer. Only ``answer`` holds the result, so the result dies once it is packed, and the memory of the
         arguments is free for the next promise. Writing the same memory again is many times faster than writing other memory.
         """
-        observer = self.observer
+        observer = self.post.observer
         if observer is None:
             self._answer(answering, answer)
             return
@@ -407,7 +401,7 @@ class Callee:
         try:
             if context is not None:
                 result = unbound(result, {})
-            if type(result) is torch.Tensor and (alone := pack_lone(result)):
+            if type(result) is torch.Tensor and travels(result) and (alone := pack_lone(result)):
                 flags |= LONE | FLAT
                 if context is not None:
                     message = context.send(link.worker, (result,))
@@ -474,12 +468,11 @@ class Callee:
             return NOTHING
         if block.segment.pool is not link.pool:  # the receiver may write what it owns, and this peer may not write there
             return NOTHING
-        run, text = describe(result)
-        place = self.handovers.give(link.channel, run, block)
-        return NOTHING if place is None else pack_handed(text, place)
+        place = self.handovers.give(link.channel, result.detach(), block)
+        return NOTHING if place is None else pack_handed(result, place)
 
     def _fail(self, answering: Answering, error: BaseException) -> None:
-        observer = self.observer
+        observer = self.post.observer
         if observer is None:
             self._answer_error(answering, error)
             return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,49 +23,59 @@ from typing import Any
 import torch
 
 from ..base import streams as gpu_streams
-from ..gradients.context import Context
-from ..gradients.plain import plainly
+from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
+from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
+    ERROR,
     FLAT,
+    FORGO,
     HEAD,
     LONE,
     NO_CONTEXT,
     READS,
     REFERENCE,
+    RELEASE,
     REMOTE,
     REQUEST,
     Frame,
     Head,
     NotTheirs,
+    error_of,
     request_payload,
+    response_body,
 )
+from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.post import Post
+from ..links.post import Post, tell
 from ..links.reads import AWAY, Fetch
 from ..links.ring import Link, Room
 from ..message import script, serialize
+from ..message.layout import travels
 from ..message.tensors import (
+    HANDED,
     NOTHING,
     WORD_BYTES,
     Landing,
     Memory,
     Outgoing,
     describe_all,
+    load_places,
     pack,
     pack_lone,
     recallable,
     size_classes,
+    unpack,
+    unpack_lone,
 )
 from ..references.context import RRefContext
 from ..references.unsent import take_back
-from ..transport import ArenaFull, Device, PeerLost, RdmaError, TransferTimeout
+from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
+from ..transport.peers.ended import nobody
 from . import errors
-from .answers import Answers
-from .observer import Calling
 from .pending import Answer, Future, Outstanding, Pending
 from .timeouts import Timeouts
 
@@ -92,9 +103,10 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     elif kwargs:
         payload, tensors = serialize.dumps((args, kwargs), to, _CALL[1:], parts)
         flags |= REFERENCE
-    elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
-        payload = b""
-        flags |= LONE | FLAT | REFERENCE
+    elif len(args) == 1 and type(args[0]) is torch.Tensor and travels(args[0]):
+        lone = pack_lone(args[0])
+        payload, tensors = (b"", None) if lone else (serialize.ONE_TENSOR, [args[0]])
+        flags |= (LONE if lone else 0) | FLAT | REFERENCE
     elif (tensors := serialize.flat(args)) is not None:
         payload = serialize.dump_flat(args)
         flags |= FLAT | REFERENCE
@@ -160,9 +172,9 @@ class Caller:
         """The calls of ``pending`` for which users hold futures."""
         self.refused = 0
         """The number of answers to calls that were made to another worker."""
-        self.observer: Calling | None = None
-        self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
-        self._decode = self.answers.decode
+        self.refused_grants = 0
+        """The number of grants with landing places that fit no call of ours."""
+        self._distrust = distrust
         self._calls = itertools.count(1)
         progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
@@ -427,10 +439,131 @@ class Caller:
             if pending.event is not None:
                 pending.event.__exit__(None, None, None)
 
+    # -- reading an answer: the tensors, the value, and the landing places for later calls
+
     def _read(self, pending: Pending, answer: Answer) -> Any:
-        """The result, or raise the exception."""
-        observer = self.observer
-        return self._decode(pending, answer) if observer is None else observer.reading(self._decode, pending, answer)
+        """The result, or raise the exception. Runs user code (unpickling)."""
+        decode, observer = self._decode, self.post.observer
+        if observer is not None:
+            decode = partial(observer.reading, decode)
+        if not (torch.is_inference_mode_enabled() or function_modes() or dispatch_modes()):
+            return decode(pending, answer)
+        with torch.inference_mode(False), unseen():  # as elsewhere: who waits in that mode may train with what came later
+            return decode(pending, answer)
+
+    def _decode(self, pending: Pending, answer: Answer) -> Any:
+        fetch = None
+        if not isinstance(answer, Frame):
+            if isinstance(answer, Exception):
+                raise fresh(answer)
+            if isinstance(answer.error, ArenaFull):
+                self._read_rest(pending, answer)
+            fetch, answer = answer, answer.frame
+        flags = answer.flags
+        if flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
+            return unpack_lone(answer.body, answer.data)
+        frame = self._whole(pending, answer, fetch) if flags & BULK else answer
+        if frame.kind == ERROR:
+            if flags & (READS | BULK):
+                tell(pending.link, RELEASE, pending.call)
+            raise errors.rebuild(error_of(frame))
+        head, payload, table, data = response_body(frame)
+        references = None
+        if not flags & FLAT and payload[0] == serialize.MARK:
+            try:
+                references = self.rrefs.adopt(pending.link.worker, payload)
+            except NotTheirs as error:
+                self._distrust(pending.link, error)
+                raise
+        if head.grant or pending.key[1]:
+            self._keep_places(pending, head)
+        if flags & LONE:
+            value = unpack_lone(table, data)
+            if head.message:
+                _attach(pending, head.message, [value])
+            return value
+        tensors = self._tensors(pending, frame, table, data, fetch) if frame.tensors or flags & (READS | BULK) else []
+        if not frame.tensors:
+            pending.link.grants.expect_result(pending.key, ())
+        if head.message:
+            _attach(pending, head.message, tensors)  # before it is unpickled, which may compute with them
+        parts: list[torch.Tensor] = []
+        if flags & FLAT:
+            value = serialize.load_flat_one(payload, tensors)
+        else:
+            try:
+                value = serialize.loads(payload, tensors, references, parts)
+            except (AttributeError, ImportError) as error:
+                raise errors.unknown_name(error) from error
+        if head.message:
+            _attach(pending, head.message + 1, parts)
+        return value
+
+    def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
+        """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
+        answer that nobody wants any more for memory only): then it is taken when it is here."""
+        try:
+            fetch.finish(self.post.memory, _deadline(pending), patient=not pending.expired)
+        except TransferTimeout:
+            self._expect_rest(pending, fetch)
+            raise pending.timed_out() from None
+
+    def _whole(self, pending: Pending, frame: Frame, fetch: Fetch | None) -> Frame:
+        """The frame with its whole body, which had to be READ because it did not fit the frame."""
+        try:
+            if fetch is None:
+                return reads.fetch(frame, self.post.memory, pending.link, _deadline(pending))
+            return fetch.whole(self.post.memory)
+        except BaseException:
+            tell(pending.link, RELEASE, pending.call)
+            raise
+
+    def _keep_places(self, pending: Pending, head: Head) -> None:
+        """Keep the landing places that an answer grants for later calls."""
+        link, sizes, grant = pending.link, pending.key[1], head.grant
+        if grant and not 0 < len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes):
+            self.refused_grants += 1
+            grant = 0
+        if grant:
+            forgone = link.grants.put(size_classes(sizes), grant, load_places(head.places, link.places))
+        else:
+            # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
+            forgone = link.grants.make_room(size_classes(sizes)) if sizes else []
+        if forgone:
+            tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
+
+    def _tensors(
+        self, pending: Pending, frame: Frame, table: bytes, data: bytearray, fetch: Fetch | None
+    ) -> list[torch.Tensor]:
+        """The tensors of an answer. The callee is told when all that it left for us in its memory has been READ, or will not
+        be."""
+        link, was_read = pending.link, False
+        tensors: list[torch.Tensor] = []
+        sizes: tuple[int, ...] = ()
+        try:
+            if frame.tensors:
+                ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
+                if fetch is not None:
+                    ahead = fetch.take()
+                tensors, sizes, was_read = unpack(
+                    table,
+                    data,
+                    frame.tensors,
+                    self.post.memory,
+                    link.channel,
+                    pending.landing,
+                    link.places,
+                    _deadline(pending),
+                    ahead,
+                )
+        finally:
+            if frame.flags & (READS | BULK):
+                tell(link, RELEASE, pending.call)
+        if was_read:
+            link.count_read()
+        if frame.tensors and table[0] != HANDED:  # that says nothing of calls to come
+            link.grants.expect_result(pending.key, sizes)
+        return tensors
 
     # -- giving up
 
@@ -497,4 +630,16 @@ class Caller:
 
     def stop(self) -> None:
         self.timeouts.stop()
-        self.answers.stop()
+        self._distrust = nobody
+
+
+def _deadline(pending: Pending) -> float | None:
+    """The time until which memory for an answer may be waited for. ``None``, without limit, if the call was given up."""
+    return None if pending.expired else pending.deadline
+
+
+def _attach(pending: Pending, message: int, tensors: list[torch.Tensor]) -> None:
+    """Connect what an answer brought to the local graph."""
+    context = pending.context
+    if context is not None and pending.recorded and not context.ended:
+        context.attach(pending.link.worker, message, tensors)

@@ -11,41 +11,23 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from ..links.polling.pool import Pool
-from ..links.polling.progress import Progress
-from ..links.table import Links
-from ..transport import ArenaFull, Channel, Device
+from ..transport import ArenaFull, Channel
 from ..transport.memory.arena import Arena, size_class
-from .callee import Callee
-from .caller import Caller
 
 DEFAULT_S = 10.0
 _GRACE_S = 1.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 
-class Worker(Protocol):
-    """A worker: the parts of it that hold memory of the arena, or wait for it."""
-
-    device: Device
-    progress: Progress
-    pool: Pool
-    links: Links
-    caller: Caller
-    callee: Callee
-
-    def tidy(self) -> None:
-        """Free memory that nobody needs any more."""
-
-
 class Patience:
     """Allocates memory for the messages of one worker, and waits if the arena is full. Thread-safe."""
 
-    def __init__(self, agent: Worker) -> None:
+    def __init__(self, agent: Any) -> None:
+        """``agent``: the ``Agent``, whose parts hold memory of the arena, or wait for it."""
         self._agent = weakref.proxy(agent)
         self._arena: Arena = agent.device.arena
         self._waiting: set[int] = set()
@@ -61,15 +43,12 @@ class Patience:
         except ArenaFull as full:
             if self._agent.progress.reading:
                 raise
-            return self._wait(channel, nbytes, deadline, full)
-
-    def _wait(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
-        slot = self._agent.pool.slot
-        self._waiting.add(slot)
-        try:
-            return self._retry(channel, nbytes, deadline, full)
-        finally:
-            self._waiting.discard(slot)
+            slot = self._agent.pool.slot
+            self._waiting.add(slot)
+            try:
+                return self._retry(channel, nbytes, deadline, full)
+            finally:
+                self._waiting.discard(slot)
 
     def _retry(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
         self.waits += 1

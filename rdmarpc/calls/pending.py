@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,8 +13,7 @@ from ..base import streams
 from ..base.futures import Awaitable, fail
 from ..links.frames import Frame
 from ..links.grants import Signature
-from ..links.polling.modes import check_real
-from ..links.polling.progress import Progress
+from ..links.polling.modes import check_real, dispatch_modes, tracing
 from ..links.reads import Fetch
 from ..links.ring import Link
 from ..message.tensors import Landing
@@ -25,31 +24,6 @@ Answer = Frame | Fetch | Exception
 
 if TYPE_CHECKING:
     from ..gradients.context import Context
-
-
-class Waiting(Protocol):
-    """Sees the threads that wait for futures (``calls/observer``)."""
-
-    def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
-        """``wait()``."""
-
-
-class Asked(Protocol):
-    """The side of this worker that calls, as far as its calls have to ask it."""
-
-    progress: Progress
-
-    @property
-    def observer(self) -> Waiting | None: ...
-
-    def result(self, pending: Pending) -> Any:
-        """Wait for the answer of a call without a future, and decode it."""
-
-    def abandon(self, pending: Pending) -> None:
-        """Give a call up, whose answer nobody wants any more."""
-
-    def finish(self, pending: Pending) -> None:
-        """Decode the answer of a call with a future, once, and complete the future."""
 
 
 def timed_out(timeout: float, worker: str) -> TransferTimeout:
@@ -96,7 +70,8 @@ class Pending:
     arriving = False
     """Whether data of the answer is being READ."""
 
-    def __init__(self, caller: Asked, link: Link, call: int, timeout: float) -> None:
+    def __init__(self, caller: Any, link: Link, call: int, timeout: float) -> None:
+        """``caller``: the ``Caller`` that has sent it."""
         self.caller, self.link, self.call, self.timeout = caller, link, call, timeout
         self.answers: list[Answer] = []
         """The answer, once it is here, until it is taken: the thread that pops it decodes it."""
@@ -170,7 +145,7 @@ class Future(Awaitable):
     unforeseen = False
     """The result has tensors on GPUs, which this object does not know of. They are there."""
 
-    def __init__(self, caller: Asked, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
+    def __init__(self, caller: Any, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: the devices on which the result may have tensors. A waiter can then use the result in the order of its
         streams, without waiting for the devices. This costs a pickling of the result."""
         # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
@@ -185,9 +160,9 @@ class Future(Awaitable):
         if not self.done():
             pending = self._pending
             if pending is not None:
-                if not pending.control:
+                if not pending.control and (tracing() or dispatch_modes()):
                     check_real()
-                observer = self._caller.observer
+                observer = self._caller.post.observer
                 if observer is None:
                     self._wait(pending)
                 else:

@@ -29,6 +29,7 @@ class Termination:
     """
 
     def __init__(self, agent: Any) -> None:
+        """``agent``: the ``Agent`` that leaves, with all parts of it that have to come to an end first."""
         self._agent = weakref.proxy(agent)
         self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
         self._round = 0

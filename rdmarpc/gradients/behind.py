@@ -3,6 +3,10 @@
 A context keeps gradients to itself, and ``.grad`` as it is: most leaves' gradients are taken in front of their accumulators.
 What stands behind one works on ``.grad`` (DDP averages that), and wants a gradient that is complete. Such a leaf is *watched*:
 it waits for all that a pass brings to it, and lends its ``.grad`` to the call of the engine that runs it (``lending``).
+Meanwhile ``.grad`` holds what the context has: the accumulator adds to it, hooks behind the accumulator see it, and DDP
+averages it, before the call returns. Afterwards it is the context's, and ``.grad`` what it was. One context at a time has a
+leaf; other threads must not use its ``.grad`` (a ``DistributedOptimizer`` waits). Of a DDP module, all parameters are lent: its
+reducer writes to those that other workers' passes reached.
 
 DDP does not tell anybody which parameters it has, and a reducer writes to those too that a pass does not reach here. So its
 modules are noted when they are made, copied or unpickled; those from before this import are looked for once.
@@ -14,15 +18,19 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel, distributed
 
+from ..base.streams import use_here
 from ..transport import NotSupported
+from ..transport.memory.sole import KEPT, references
 from .implicit import of_others
 from .record import Sent, edge, engaged
 
@@ -237,3 +245,80 @@ def _note_modules() -> None:
 
 
 _note_modules()
+
+
+# -- lending
+
+
+class _Leaf(NamedTuple):
+    leaf: torch.Tensor
+    own: torch.Tensor | None
+    """What its ``.grad`` was."""
+    views: bool
+    """Gradients of it may be views of a bucket of DDP, which the next backward pass writes to."""
+
+
+@contextmanager
+def lending(context: Any, accumulators: Iterable[Node], more: Iterable[Replica] = ()) -> Iterator[set[int]]:
+    """Lend the ``.grad`` of these leaves, and of all parameters of their DDP modules and of ``more``. The ids of the leaves."""
+    nodes = list(accumulators)
+    found = dict.fromkeys(more)
+    for node in nodes:
+        found.update(dict.fromkeys(replicas.of(node.variable)))
+    for replica in found:
+        replica.check()
+    leaves = {id(node.variable): (node.variable, False) for node in nodes}
+    for replica in found:
+        views = bool(getattr(replica.module(), "gradient_as_bucket_view", False))
+        leaves.update({id(each): (each, views) for each in replica.parameters()})
+    with ExitStack() as stack:
+        _lock(stack, [*(divert(node).lock for node in nodes), *(replica.lock for replica in found)])
+        lent: list[_Leaf] = []
+        try:
+            for leaf, views in leaves.values():
+                lent.append(_lend(context, leaf, views))
+            yield set(leaves)
+        finally:
+            over = all(replica.finished() for replica in found if any(each.views for each in lent))
+            for each in lent:
+                _take_back(context, each, over)
+
+
+def _lock(stack: ExitStack, locks: list[threading.Lock]) -> None:
+    # In one order, whoever takes them.
+    for lock in sorted({id(lock): lock for lock in locks}.items()):
+        stack.enter_context(lock[1])
+
+
+def _lend(context: Any, leaf: torch.Tensor, views: bool) -> _Leaf:
+    own = leaf.grad
+    if views and own is not None:
+        own = own.clone()
+    with context.joint:
+        gradient = context.gradients.get(leaf)
+        if gradient is not None and not views and references(gradient) > KEPT:
+            gradient = gradient.clone()  # somebody looks at it: it will be written to
+    use_here((gradient,))
+    leaf.grad = gradient
+    return _Leaf(leaf, own, views)
+
+
+def _take_back(context: Any, lent: _Leaf, over: bool) -> None:
+    leaf = lent.leaf
+    gradient = leaf.grad
+    leaf.grad = lent.own
+    if gradient is not None and lent.views and over:
+        gradient = gradient.clone()
+    with context.joint:
+        if gradient is None:
+            context.gradients.pop(leaf, None)
+        else:
+            context.gradients[leaf] = gradient
+
+
+@contextmanager
+def undisturbed(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """For somebody else who uses their ``.grad``: nothing of DDP is lent meanwhile."""
+    with ExitStack() as stack:
+        _lock(stack, [replica.lock for each in parameters for replica in replicas.of(each)])
+        yield

@@ -21,12 +21,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 
-from ..base.streams import Joint, use_here
+from ..base.streams import joint, use_here
+from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..transport.memory.sole import KEPT, references
 from ..transport.peers.ended import nobody
 from .local import Pass
@@ -41,6 +43,8 @@ MAX_PASSES = 4096
 _serials = itertools.count(1)
 # References to a gradient while a prehook has it: of the engine's buffer and of the Python object.
 _UNSHARED = 2
+T = TypeVar("T")
+_native: Any = torch._C
 
 
 class Context:
@@ -61,24 +65,24 @@ class Context:
         self.workers: set[int] = set()
         """Numbers of the workers that were told of it by us."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.joint = Joint()
-        """Orders the streams of the threads that add to ``gradients``."""
         self.passes: dict[tuple[int, int], Pass] = {}
         """The backward passes here, by the number of the worker that began each, and its count there."""
         self.oldest: dict[int, int] = {}
         """For each worker the count of its oldest pass that may not be over: all passes that it began before are."""
         self.ended = False
         self.lock = threading.Lock()
+        self.joint = joint(self.lock)
+        """The lock for ``gradients``, also for the streams of the threads that add to them."""
         self._messages, self._tell = messages, tell
 
-    def send(self, to: int, tensors: Iterable[torch.Tensor], parts: Iterable[torch.Tensor] = ()) -> int:
+    def send(self, to: int, tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor] = ()) -> int:
         """Note the tensors of a message to worker number ``to``; ``parts``: those that travel in parts. Returns the message's
         number, which is even, and that of its parts is one more; 0 if none of them needs a gradient."""
         self.workers.add(to)
         if self.ended:
             self._tell(to, self.number)  # it ended a moment ago, perhaps before ``to`` was entered: so ``to`` is told here
             return 0
-        whole, apart = sent(to, tensors), sent(to, parts)
+        whole, apart = sent(to, tensors), sent(to, parts) if parts else None
         if whole is None and apart is None:
             return 0
         message = next(self._messages)
@@ -98,8 +102,7 @@ class Context:
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
         """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
         accumulator, if nothing else refers to it; it is copied otherwise."""
-        with self.lock:
-            self.joint.enter()
+        with self.joint:
             before = self.gradients.get(leaf)
             use_here((before, gradient))
             if before is None:
@@ -110,7 +113,6 @@ class Context:
                 before.add_(gradient)
             else:
                 self.gradients[leaf] = before + gradient
-            self.joint.leave()
 
     def begin_pass(self, me: int, retain_graph: bool) -> tuple[Pass, int, int]:
         """Our part of a backward pass that begins here, at worker number ``me``; its count, and that of the oldest of ours that
@@ -192,19 +194,35 @@ current = _Current()
 """The context that this thread is in."""
 
 
-class _Recent:
+def plainly(run: Callable[[], T], context: Context | None = None) -> T:
+    """``run()``, which completes a future, as on a thread of our own, in that autograd context: any thread may do it (whoever
+    waits, under ``no_grad``, say), and users' callbacks must not find out which one did."""
+    outer, recorded = current.context, torch.is_grad_enabled()
+    current.context = None if context is None or context.ended else context
+    try:
+        moded = function_modes() or dispatch_modes() or torch.is_inference_mode_enabled()
+        if moded or _native._is_any_autocast_enabled():
+            with ExitStack() as left:
+                left.enter_context(torch.inference_mode(False))
+                left.enter_context(_native._DisableAutocast())
+                left.enter_context(unseen())
+                left.enter_context(torch.enable_grad())
+                return run()
+        if not recorded:
+            with torch.enable_grad():
+                return run()
+        return run()
+    finally:
+        current.context = outer
+
+
+class _Recent(OrderedDict[int, None]):
     """The numbers that were added last. Guarded by its owner's lock."""
 
-    def __init__(self) -> None:
-        self._numbers: OrderedDict[int, None] = OrderedDict()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._numbers
-
     def add(self, number: int) -> None:
-        self._numbers[number] = None
-        if len(self._numbers) > _REMEMBERED:
-            self._numbers.popitem(last=False)
+        self[number] = None
+        if len(self) > _REMEMBERED:
+            self.popitem(last=False)
 
 
 class Contexts:

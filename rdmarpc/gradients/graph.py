@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -20,16 +20,16 @@ def _following(node: Node) -> tuple[tuple[Node | None, int], ...]:
     return () if type(node) is RECEIVED else node.next_functions
 
 
-def reach(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
-    """``starts`` and all nodes to which gradients flow from there; not past nodes of received tensors, nor past nodes for which
-    ``stop`` is true."""
+def reach(starts: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
+    """``starts`` and all nodes to which gradients flow from there; not past nodes of received tensors, nor past those in
+    ``stop``."""
     seen = set(starts)
     stack = list(seen)
     while stack:
         node = stack.pop()
-        if stop(node):
+        if node in stop or type(node) is RECEIVED:
             continue
-        for following, _ in _following(node):
+        for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)

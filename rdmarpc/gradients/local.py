@@ -28,11 +28,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
-from ..base.streams import Joint, use_here
+from ..base.streams import joint, use_here
 from ..transport import NotSupported
-from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, refuse_late_hooks, replicas, watched
+from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, lending, refuse_late_hooks, replicas, watched
 from .graph import BEHIND, NOTHING_MORE, REENTRANT, Halted, halting, label, quieten, reach
-from .lending import Account, lending
 from .record import ANCHOR, RECEIVED, Source, engaged
 from .record import edge as edge_of
 
@@ -77,7 +76,8 @@ class Emitted(NamedTuple):
 class Pass:
     """A backward pass at one worker. Thread-safe."""
 
-    def __init__(self, context: Account, retain_graph: bool) -> None:
+    def __init__(self, context: Any, retain_graph: bool) -> None:
+        """``context``: the ``Context`` that it belongs to."""
         self.context, self.retain_graph = context, retain_graph
         self.held: dict[tuple[Node, int], torch.Tensor] = {}
         """Gradients that have arrived on edges into nodes that have not run: (node, number of its output)."""
@@ -101,25 +101,23 @@ class Pass:
         self._running = False
         self._over = False
         self._lock = threading.Lock()
-        self._joint = Joint()
-        """Orders the streams of the threads that bring gradients, run nodes, and take the gradients that the nodes emit."""
+        self._joint = joint(self._lock)
+        """The lock, also for the streams of the threads that bring gradients, run nodes, and take what the nodes emit."""
 
     # -- gradients in
 
     def begin(self, edges: list[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
         """Put in the gradients of the roots."""
-        with self._lock:
-            self._joint.enter()
+        with self._joint:
             self._owners.append(edges)
             for edge, gradient in zip(edges, gradients):
                 self._hold(edge.node, edge.output_nr, gradient)
-            self._joint.leave()
 
     def arrive(self, worker: int, message: int, gradients: Gradients) -> None:
         """Put in the gradients of the tensors of a message that left here; ``None`` for tensors that the roots do not depend
         on. Raises ``ForeignGradients`` if they come from another ``worker`` than the one that the message went to,
         ``RuntimeError`` if the message's part of the graph was freed."""
-        with self._lock:
+        with self._joint:
             if self._over:
                 return
             known = self.context.sent.get(message)
@@ -131,7 +129,6 @@ class Pass:
                 self.context.check()
                 raise RuntimeError(_FREED)
             self._arrived.add(message)
-            self._joint.enter()
             owners: list[GradientEdge] = []
             memory: set[int] = set()
             for target, gradient in zip(sent.targets, gradients, strict=True):
@@ -146,7 +143,6 @@ class Pass:
                 self._hold(target.node, target.output_nr, gradient)
             if owners:
                 self._owners.append(owners)
-            self._joint.leave()
 
     def expect(self, messages: set[int]) -> None:
         """Note that, of the messages that have had no gradient yet, only these will get one."""
@@ -185,14 +181,13 @@ class Pass:
         tensors. Returns at once if another thread is running nodes; that thread then runs these too. Raises what nodes and
         hooks raise."""
         while True:
-            with self._lock:
+            with self._joint:
                 if self._running or self._over:
                     return
                 work = self._next()
                 if work is None:
                     return
                 self._running = True
-                self._joint.enter()
             outer, engaged.run = engaged.run, self
             # The engine would run nodes of GPU tensors on threads of its own, which know nothing of this pass, and in an order
             # of their own.
@@ -203,11 +198,10 @@ class Pass:
             finally:
                 torch._C._set_multithreading_enabled(threads)
                 engaged.run = outer
-                self._joint.enter()  # what was emitted
                 self.collected.clear()
                 self._collecting.clear()
                 self.lent = _NONE
-                with self._lock:
+                with self._joint:
                     self._running = False
                     emitted, self._emitted = self._emitted, []
             leave(emitted)
@@ -240,7 +234,7 @@ class Pass:
         inner = [node for node in held_up if type(node) is not ACCUMULATE or node in behind]
         if inner:
             blocked = set(held_up)
-            part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked.__contains__)
+            part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked)
             part = {node for node in part if node not in blocked and not _ends(node)}
             if part:
                 taken = [(edge, self.held.pop(edge)) for edge in ready if edge[0] in part]
@@ -316,9 +310,9 @@ class Pass:
 
     def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], behind: list[Node]) -> None:
         """``behind``: accumulators that are watched."""
-        use_here(gradient for _, gradient in taken)
         edges = tuple([GradientEdge(*edge) for edge, _ in taken])
         gradients = tuple([gradient for _, gradient in taken])
+        use_here(gradients)
         taken.clear()
         with lending(self.context, behind) if behind else nullcontext(_NONE) as self.lent:
             _engine.run_backward(edges, gradients, self.retain_graph, False, (), True, True)
@@ -375,13 +369,11 @@ class Pass:
         def take(brought: Gradients, _: Gradients) -> Gradients | None:
             if engaged.run is not self:
                 return None
-            with self._lock:
-                self._joint.enter()
+            with self._joint:
                 for index in indices:
                     gradient = brought[index]
                     if gradient is not None:
                         self._hold(*following[index], gradient)
-                self._joint.leave()
             return tuple([None if index in indices else gradient for index, gradient in enumerate(brought)])
 
         return take
@@ -394,17 +386,13 @@ class Pass:
                 f"a tensor that was received in autograd context {source.context} takes part in a backward pass of context "
                 f"{self.context.number}: call backward in the context of the forward pass, or detach() the tensor"
             )
-        with self._lock:
-            self._joint.enter()
+        with self._joint:
             self._emitted.append(Emitted(source.worker, source.message, gradients))
-            self._joint.leave()
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         if id(leaf) in self.collected:
-            with self._lock:
-                self._joint.enter()
+            with self._joint:
                 self._hold(self._collecting[id(leaf)], 0, gradient)
-                self._joint.leave()
         else:
             self.context.accumulate(leaf, gradient)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -37,28 +37,9 @@ class Source(NamedTuple):
     message: int
 
 
-class Running(Protocol):
-    """A pass, as the nodes that the engine runs for it know it (``local.Pass``)."""
-
-    @property
-    def collected(self) -> set[int]:
-        """Leaves (by id) whose gradients are being held."""
-        ...
-
-    @property
-    def lent(self) -> set[int]:
-        """Leaves (by id) whose ``.grad`` holds the context's gradient for now."""
-        ...
-
-    def emit(self, source: Source, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Gradients of received tensors."""
-
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A gradient of a leaf."""
-
-
 class _Engaged(threading.local):
-    run: Running | None = None
+    run: Any = None
+    """A ``local.Pass``."""
 
 
 engaged = _Engaged()
@@ -100,16 +81,20 @@ ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 def flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that require grad, each once."""
-    return list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
+    found = {}
+    for tensor in tensors:
+        if tensor.requires_grad:
+            found[id(tensor)] = tensor
+    return list(found.values())
 
 
 def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     """The record of a message's tensors that require grad; ``None`` if there are none, or under ``no_grad``."""
-    leaving = flagged(tensors)
-    if not leaving or not torch.is_grad_enabled():
-        return None
-    leaving = [_flat(tensor) for tensor in leaving]
-    return Sent(to, [tensor if tensor.grad_fn is None else edge(tensor) for tensor in leaving])
+    targets: list[torch.Tensor | GradientEdge] = []
+    for tensor in flagged(tensors) if torch.is_grad_enabled() else ():
+        flat = _flat(tensor) if tensor.layout is torch.jagged else tensor
+        targets.append(flat if flat.grad_fn is None else edge(flat))
+    return Sent(to, targets) if targets else None
 
 
 def _flat(tensor: Any) -> Any:

@@ -97,11 +97,6 @@ def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]
     return entries
 
 
-def _open(agent: Any, context: Context, name: Name) -> Pass:
-    """This worker's part of a pass. The first message of the pass makes it."""
-    return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
-
-
 def _arrive(agent: Any, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
     try:
         for message, gradients in entries:
@@ -171,11 +166,13 @@ class Wave:
             self._open -= 1
             return self._open == 0
 
-    def open_with(self, calls: Calls) -> None:
+    def begin(self, calls: Calls) -> None:
+        """Make these calls, and run what can run here."""
         for call in calls:
             with self._lock:
                 self._open += 1
             self.call(*call)
+        self.go_on()
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
@@ -200,8 +197,7 @@ class Sprung(Wave):
     def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
         """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
         try:
-            self.open_with(calls)
-            self.go_on()
+            self.begin(calls)
         except BaseException as error:
             self._fail(error)
         else:
@@ -269,8 +265,7 @@ class Driven(Wave):
     def drive(self, calls: Calls) -> Reply:
         """Run the wave until all is done, beginning with ``calls``. Raises the first error."""
         try:
-            self.open_with(calls)
-            self.go_on()
+            self.begin(calls)
             while self._calls:
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
@@ -430,37 +425,35 @@ def _load_own(sender: int, header: bytes) -> tuple[Any, Context, Name]:
 
 def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Take gradients of messages that this worker sent. Answers when all that they set off is done."""
-    agent = here.current()
     try:
         agent, context, name = _load(header)
         if sender not in context.workers:
             agent.contexts.refused_gradients += 1
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
-        run = _open(agent, context, name)
+        run = context.join_pass(agent.number, *name[1:])
         _arrive(agent, run, sender, _unpack(heads, gradients))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(_located(agent, error))
+        return _dump_reply(_located(here.current(), error))
 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
     what can run, as ``_deliver`` does."""
-    agent = here.current()
     try:
         agent, context, name = _load_own(sender, header)
-        run = _open(agent, context, name)
+        run = context.join_pass(agent.number, *name[1:])
         run.expect(_unpacked(messages))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(_located(agent, error))
+        return _dump_reply(_located(here.current(), error))
 
 
 def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     """The messages to this worker that backward reaches from ``messages``, which it sent, and, if ``held``, from the gradients
     that are held here. Packed as pairs (sender, message)."""
     agent, context, name = _load_own(sender, header)
-    starts = _open(agent, context, name).starts() if held else []
+    starts = context.join_pass(agent.number, *name[1:]).starts() if held else []
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
@@ -491,3 +484,42 @@ def _load_reply(answer: tuple[Any, ...]) -> Reply:
         raise grad_error.load(answer[0])
     _, heads, holders, *gradients = answer
     return Reply(_unpack(heads, tuple(gradients)), _unpacked(holders))
+
+
+# -- the arguments of a backward pass, checked: the roots that users name, and the context
+
+
+def check_types(context_id: Any, roots: Any) -> None:
+    """Raise ``TypeError``, with torch's text, if these are not a context's id and a list of roots."""
+    if not isinstance(context_id, int) or isinstance(context_id, bool) or not isinstance(roots, list | tuple):
+        raise TypeError(
+            "backward(): incompatible function arguments. Expected: (context_id: int, roots: list[torch.Tensor], "
+            f"retain_graph: bool = False), got ({type(context_id).__name__}, {type(roots).__name__})"
+        )
+
+
+def scalars(roots: Any) -> list[torch.Tensor]:
+    """The roots. Raises what torch raises for those that are no scalars with a graph."""
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for root in roots:
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(f"backward(): incompatible function arguments: a root is a tensor, got {type(root).__name__}")
+        if not root.requires_grad:
+            raise RuntimeError("requires_grad not set on root")
+        if root.numel() != 1:
+            raise RuntimeError(f"Tensor of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError("root does not have a valid gradient function.")
+    return list(roots)
+
+
+def referenced_scalar(value: Any) -> torch.Tensor:
+    """The value of a reference as a root. Raises what torch raises for those that are none."""
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError("RRef should contain a tensor for .backward()")
+    if not value.requires_grad:
+        raise RuntimeError("tensors does not require grad and does not have a grad_fn")
+    if value.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return value

@@ -99,18 +99,6 @@ def created(frame: Frame) -> tuple[int, int]:
     return rref, fork
 
 
-def lone(frame: Frame) -> tuple[bytes, bytes, bytearray]:
-    """Function, table and data of a message with one small tensor and nothing else (``LONE`` without ``HEAD`` and ``BULK``)."""
-    _, _, _, _, name, payload, _, body, data = frame
-    return body[:name], body[name + payload :], data
-
-
-def flat_request(frame: Frame) -> tuple[bytes, bytes]:
-    """Function and payload of a request without tensors (``FLAT`` without ``HEAD`` and ``BULK``)."""
-    body, name = frame.body, frame.function
-    return body[:name], body[name : name + frame.payload]
-
-
 def request_body(frame: Frame) -> Body:
     """Parse the body of a request. Raises ``struct.error`` if it is malformed."""
     body, at, head = frame.body, frame.function, _NO_HEAD

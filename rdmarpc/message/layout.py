@@ -60,15 +60,13 @@ class Outline(NamedTuple):
     """Whether the tensor's bytes may be taken from memory as they lie, without a look at its conjugate bit."""
 
 
-_outlines: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], bool], Outline] = {}
-_encoded: dict[Description, bytes] = {}
-_decoded: dict[bytes, Description] = {}
-
-
 def travels(tensor: torch.Tensor) -> bool:
     """Whether a tensor goes out of band as it is: dense, on the CPU, neither nested nor quantised, with memory of its own."""
-    dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.dtype not in _QUANTISED
-    return dense and bare(tensor) and not tensor._is_zerotensor()
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested or tensor.dtype in _QUANTISED:
+        return False
+    if is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
+        return False
+    return forward_ad._current_level < 0 or bare(tensor)
 
 
 def bare(tensor: torch.Tensor) -> bool:
@@ -89,13 +87,11 @@ def check_held(tensor: torch.Tensor, nbytes: int) -> None:
 
 def outline(tensor: torch.Tensor) -> Outline:
     """The outline of a tensor that ``travels``."""
-    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
-    return _outlines.get(key) or _outline(*key)
+    return _outline(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
 
 
+@functools.lru_cache(_MAX_CACHE)
 def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], requires_grad: bool) -> Outline:
-    if len(_outlines) >= _MAX_CACHE:
-        _outlines.clear()
     count, row_major = shape.numel(), strides == dense(shape)
     elements = count if row_major else span(shape, strides)
     gathered = wasteful(elements * dtype.itemsize, count * dtype.itemsize)
@@ -103,8 +99,7 @@ def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], re
     nbytes = (count if gathered else elements) * dtype.itemsize
     text = encode(Description(dtype, tuple(shape), kept, 0, requires_grad, 0, nbytes, kept is None and count > 0))
     lone = not gathered and count > 0 and not dtype.is_complex
-    found = _outlines[dtype, shape, strides, requires_grad] = Outline(text, nbytes, kept, gathered, lone)
-    return found
+    return Outline(text, nbytes, kept, gathered, lone)
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -129,17 +124,8 @@ def wasteful(span_bytes: int, used_bytes: int) -> bool:
     return span_bytes > SMALL_STORAGE and span_bytes > 2 * used_bytes
 
 
+@functools.lru_cache(_MAX_CACHE)
 def encode(what: Description) -> bytes:
-    found = _encoded.get(what)
-    if found is None:
-        if len(_encoded) >= _MAX_CACHE:
-            _encoded.clear()
-        found = _encoded[what] = _encode(what)
-        _decoded[found] = what
-    return found
-
-
-def _encode(what: Description) -> bytes:
     name = str(what.dtype).removeprefix("torch.").encode()
     bits = what.requires_grad | what.plain << 1 | (what.strides is not None) << 2 | what.flips << 3
     numbers = what.shape if what.strides is None else what.shape + what.strides
@@ -147,16 +133,8 @@ def _encode(what: Description) -> bytes:
     return head + name + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
+@functools.lru_cache(_MAX_CACHE)
 def decode(text: bytes) -> Description:
-    found = _decoded.get(text)
-    if found is None:
-        if len(_decoded) >= _MAX_CACHE:
-            _decoded.clear()
-        found = _decoded[text] = _decode(text)
-    return found
-
-
-def _decode(text: bytes) -> Description:
     """Raises ``RdmaError`` for what describes no tensor inside its run."""
     try:
         rank, bits, length, offset, nbytes = _HEAD.unpack_from(text)
@@ -214,15 +192,11 @@ def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
 
 
 def as_it_lies(tensor: torch.Tensor) -> Outline | None:
-    """As ``lone``, for a tensor that ``travels``."""
-    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
-    found = _outlines.get(key) or _outline(*key)
+    """The outline of a tensor that ``travels`` and whose span may be taken from memory as it lies; ``None`` for any other. The
+    short way."""
+    found = _outline(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
     if not found.lone or tensor.is_neg():
         return None
-    check_held(tensor, found.nbytes)
+    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + found.nbytes:
+        check_held(tensor, found.nbytes)
     return found
-
-
-def lone(tensor: torch.Tensor) -> Outline | None:
-    """The outline of a tensor whose span may be taken from memory as it lies; ``None`` for any other. The short way."""
-    return as_it_lies(tensor) if travels(tensor) else None

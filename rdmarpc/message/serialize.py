@@ -295,12 +295,16 @@ def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
 
 _TENSOR, _TUPLE = "\0tensor", "\0tuple"
 _EMPTY = pickle.dumps((), 5)
+ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
+"""``dump_flat_one`` of a tensor."""
 
 
 def dump_flat(values: tuple[Any, ...]) -> bytes:
     """A tuple for which ``flat`` gave tensors: they are replaced by a mark."""
     if not values:
         return _EMPTY
+    if len(values) == 1 and type(values[0]) is torch.Tensor:
+        return ONE_TENSOR
     return pickle.dumps(tuple([_TENSOR if type(value) is torch.Tensor else value for value in values]), 5)
 
 
@@ -308,15 +312,15 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Inverse of ``dump_flat``."""
     if payload == _EMPTY:
         return ()
+    if payload == ONE_TENSOR and tensors:
+        return (tensors[0],)
     values = permits.load_plain(payload)
     if not tensors:
         return values
-    remaining = iter(tensors)
-    return tuple(next(remaining) if type(value) is str and value == _TENSOR else value for value in values)
+    left = tensors[::-1]
+    return tuple([left.pop() if type(value) is str and value == _TENSOR else value for value in values])
 
 
-ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
-"""``dump_flat_one`` of a tensor."""
 NONE = pickle.dumps((None,), 5)
 """``dump_flat_one(None)``."""
 
@@ -332,6 +336,8 @@ def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     """Inverse of ``dump_flat_one``."""
     if payload == NONE:
         return None
+    if payload == ONE_TENSOR and tensors:
+        return tensors[0]
     values = load_flat(payload, tensors)
     first = values[0]
     return values[1:] if type(first) is str and first == _TUPLE else first

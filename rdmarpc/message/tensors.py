@@ -81,17 +81,10 @@ def fitting(places: list[RemoteRegion], sizes: tuple[int, ...]) -> list[RemoteRe
     return [place.resized(size) for place, size in zip(places, sizes)]
 
 
-_classes: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-
+@lru_cache(_MAX_CACHE)
 def size_classes(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The size class of each."""
-    found = _classes.get(sizes)
-    if found is None:
-        if len(_classes) >= _MAX_CACHE:
-            _classes.clear()
-        found = _classes[sizes] = tuple([size_class(size) for size in sizes])
-    return found
+    return tuple([size_class(size) for size in sizes])
 
 
 def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[RemoteRegion]:
@@ -139,16 +132,9 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
     places = sharing.plan(tensors) if len(tensors) > 1 else None
     for index, tensor in enumerate(tensors):
         place = places.get(index) if places is not None else None
-        known = layout.as_it_lies(tensor) if place is None else None
+        known, gathered = layout.as_it_lies(tensor) if place is None else None, False
         if known is not None:
-            text, nbytes = known.text, known.nbytes
-            if _rides(nbytes, inline):
-                entries.append((None, INLINE, text, _string_at(tensor.data_ptr(), nbytes)))
-                inline += nbytes
-                continue
-            run = tensor.detach()
-            if known.strides is not None:
-                run = run.as_strided((nbytes // tensor.itemsize,), (1,))
+            run, text, nbytes = tensor, known.text, known.nbytes
         elif place is not None and place.same:
             entries.append((None, SAME, b"", _INDEX.pack(place.base)))
             continue
@@ -159,12 +145,16 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
                 continue
             gathered = not run.is_contiguous()
             run = run.contiguous()
-            if _rides(nbytes, inline):
-                entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
-                inline += nbytes
-                continue
-            if gathered:
-                device.count_staged(nbytes)
+        if nbytes <= _TINY_BYTES or (nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL):
+            entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
+            inline += nbytes
+            continue
+        if gathered:
+            device.count_staged(nbytes)
+        if known is not None:
+            run = tensor.detach()
+            if known.strides is not None:
+                run = run.as_strided((nbytes // tensor.itemsize,), (1,))
         sizes.append(nbytes)
         entries.append((run, READ, text, b""))
     return Described(entries, tuple(sizes))
@@ -173,16 +163,6 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
 @lru_cache(_MAX_CACHE)
 def _entry(way: int, text: bytes) -> bytes:
     return _ENTRY.pack(way, len(text)) + text
-
-
-def _rides(nbytes: int, inline: int) -> bool:
-    """Whether a run rides in the frame, where ``inline`` bytes do so already."""
-    return nbytes <= _TINY_BYTES or (nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL)
-
-
-def describe(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-    """The run and the encoded description of a contiguous tensor without conjugate or negative bit."""
-    return tensor.detach(), layout.outline(tensor).text
 
 
 def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
@@ -205,8 +185,9 @@ def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.
 
 
 def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
-    """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
-    known = layout.lone(tensor)
+    """Description and bytes of a small dense tensor that ``layout.travels``; ``None`` for any other. The short way for the
+    commonest message."""
+    known = layout.as_it_lies(tensor)
     if known is None or known.nbytes > INLINE_BYTES:
         return None
     return known.text, _string_at(tensor.data_ptr(), known.nbytes)
@@ -270,9 +251,9 @@ def check_wanted(word: torch.Tensor) -> None:
         )
 
 
-def pack_handed(text: bytes, place: bytes) -> Outgoing:
-    """One tensor that was handed over (``handover.Handovers.give``)."""
-    return Outgoing(_entry(HANDED, text) + place, b"", 1, [])
+def pack_handed(tensor: torch.Tensor, place: bytes) -> Outgoing:
+    """A contiguous tensor without conjugate or negative bit that was handed over (``handover.Handovers.give``)."""
+    return Outgoing(_entry(HANDED, layout.outline(tensor).text) + place, b"", 1, [])
 
 
 def _lendable(run: torch.Tensor, device: Device, channel: Channel, memory: Memory, deadline: float | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..base.futures import fail
 from ..base.streams import use_here
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
-from ..gradients.lending import undisturbed
+from ..gradients.behind import undisturbed
 from ..graph.servers.updates import hyperparameters
 from ..message import permits
 from ..references.handle import RRef, fork_of

@@ -70,7 +70,8 @@ class Writer(FileSystemWriter):
                 written += found
         there = {result.index for result in written}
         left = replace(plan, items=[item for item in plan.items if item.index not in there])
-        found = super().write_data(left, _Here(planner)).wait()
+        here: Any = _Here(planner)
+        found = super().write_data(left, here).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result([*found, *written])
         return done

@@ -15,7 +15,7 @@ from ..gradients import error as grad_error
 from ..gradients import waves
 from ..gradients.context import current as current_context
 from ..gradients.implicit import Fetched
-from ..gradients.roots import check_types, referenced_scalar, scalars
+from ..gradients.waves import check_types, referenced_scalar, scalars
 from ..internal import taken_apart
 from ..links.frames import CONTROL
 from ..message import serialize

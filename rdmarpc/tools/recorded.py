@@ -24,13 +24,15 @@ from typing import Any
 
 import torch
 
-from ..calls.observer import Noted, Request
+from ..calls.callee import Answering
 from ..calls.pending import Answer, Pending
 from ..calls.profiled import kind_of, name_of
 from ..links.frames import LONE, REQUEST, RESPONSE, Frame
 from ..links.ring import Link
 from ..message.tensors import Outgoing, traffic
 
+Noted = tuple[int, dict[str, int]]
+"""The time when a function ended, and the byte counts of its answer, if ``packed`` is not called for it."""
 _LIMIT = 300_000
 
 
@@ -76,7 +78,8 @@ def _short(values: Sequence[Any]) -> dict[str, int]:
 
 
 class Calls:
-    """The facts of one worker, the last ``_LIMIT`` of them. Thread-safe; any thread may be in here when the recording ends."""
+    """The facts of one worker, the last ``_LIMIT`` of them: ``Post.observer``, which both sides of calling look at once.
+    Thread-safe; any thread may be in here when the recording ends."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -116,21 +119,25 @@ class Calls:
     # -- the calling side
 
     def begin(self) -> int:
+        """A call begins on this thread. The time, for ``sent``."""
         self.message.bytes = {}
         return monotonic_ns()
 
     def sent(self, begin: int, pending: Pending, function: Any, args: Sequence[Any], flags: int, future: bool) -> None:
+        """The call's request was pickled and written."""
         end = monotonic_ns()
         bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
         self.note("sent", self.rank, pending.call, begin, end, *what)
 
     def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
+        """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
         if kind == REQUEST or kind == RESPONSE:
             carried = _inline(len(out.data)) if flags & LONE else traffic(out)
             self.message.bytes.update(carried, tensors=out.tensors, pickle=nbytes)
 
     def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
+        """``wait()`` for a future of this thread's."""
         begin = monotonic_ns()
         try:
             wait()
@@ -138,6 +145,7 @@ class Calls:
             self.note("waited", self.rank, pending.call, begin, monotonic_ns())
 
     def reading(self, decode: Callable[[Pending, Answer], Any], pending: Pending, answer: Answer) -> Any:
+        """``decode(pending, answer)``: an answer is read back."""
         error = ""
         begin = monotonic_ns()
         try:
@@ -151,19 +159,23 @@ class Calls:
     # -- the called side
 
     def came(self, link: Link, frame: Frame) -> None:
+        """A request was read from the ring."""
         self.note("came", link.rank, frame.call, monotonic_ns(), link.name)
 
-    def serving(self, request: Request) -> None:
+    def serving(self, request: Answering) -> None:
+        """The request begins on this thread, or goes on."""
         serving = Serving(request.link.rank, request.call, self.track())
         serving.outer, self.message.serving = self.message.serving, serving
         self.serving_now[serving.key] = serving
 
-    def unpickled(self, request: Request, function: Any, args: Sequence[Any]) -> None:
+    def unpickled(self, request: Answering, function: Any, args: Sequence[Any]) -> None:
         serving = self.message.serving
         if serving is not None:
             serving.unpickled, serving.function = monotonic_ns(), name_of(function, args)
 
-    def returned(self, request: Request, values: Sequence[Any] | None) -> Noted:
+    def returned(self, request: Answering, values: Sequence[Any] | None) -> Noted:
+        """The request's function has ended: on its own thread or, if it is asynchronous, on any thread. The answer will be
+        ``values`` (one value), or (``None``) an error."""
         now = monotonic_ns()
         self.message.bytes = {}
         serving = self.message.serving
@@ -171,12 +183,14 @@ class Calls:
             serving.returned = serving.returned or now
         return now, {} if values is None else _short(values)
 
-    def replied(self, request: Request, noted: Noted, error: str) -> None:
+    def replied(self, request: Answering, noted: Noted, error: str) -> None:
+        """The request was answered. ``error``: the name of the error's type, if the answer is one."""
         begin, short = noted
         carried, self.message.bytes = self.message.bytes or short, {}
         self.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
 
-    def served(self, request: Request) -> None:
+    def served(self, request: Answering) -> None:
+        """This thread has finished its work on the request."""
         serving = self.message.serving
         if serving is None or serving.key != (request.link.rank, request.call):
             return  # it began before the recording

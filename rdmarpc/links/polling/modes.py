@@ -19,31 +19,32 @@ _outdone: list[object] = []
 """What ended inference modes that were never left: each holds to the end of the process."""
 
 
+tracing: Callable[[], bool] = _native._is_tracing
+function_modes: Callable[[], int] = _native._len_torch_function_stack
+"""How many ``TorchFunctionMode`` this thread is in, and (``dispatch_modes``) ``TorchDispatchMode``. They would see our
+operations, and might change what they give (``torch.device("cuda")`` is one): see ``unseen``."""
+dispatch_modes: Callable[[], int] = _native._len_torch_dispatch_stack
+
+
 def check_real() -> None:
     """Raise ``NotSupported`` where tensors have no data, so that what is sent, or has come, could not be read; and where what
-    comes would be taken for a constant."""
-    if _native._is_tracing():
+    comes would be taken for a constant. Needs to be called only where ``tracing`` or ``dispatch_modes`` say something."""
+    if tracing():
         raise NotSupported(
             "a call within torch.jit.trace: it is no part of the trace, which would have its result as a constant",
             hint="trace what is before and behind it, or torch.jit.script it, the call in a function with torch.jit.ignore",
         )
-    if _native._len_torch_dispatch_stack() and _native._get_dispatch_mode(_FAKE) is not None:
+    if dispatch_modes() and _native._get_dispatch_mode(_FAKE) is not None:
         raise NotSupported(
             "a call within a FakeTensorMode: tensors have no data there",
             hint="call outside of it, or leave it for the call (torch.utils._python_dispatch._disable_current_modes)",
         )
 
 
-def intercepted() -> bool:
-    """Whether this thread is in a ``TorchDispatchMode`` or ``TorchFunctionMode``, which would see our operations, and might
-    change what they give (``torch.device("cuda")`` is one)."""
-    return bool(_native._len_torch_function_stack() or _native._len_torch_dispatch_stack())
-
-
 @contextmanager
 def unseen() -> Iterator[None]:
     """Leave all these modes for the block."""
-    left = [_native._pop_torch_function_stack() for _ in range(_native._len_torch_function_stack())]
+    left = [_native._pop_torch_function_stack() for _ in range(function_modes())]
     try:
         with _disable_current_modes():
             yield
@@ -55,8 +56,8 @@ def unseen() -> Iterator[None]:
 def left(
     _recorded: Callable[[], bool] = torch.is_grad_enabled,
     _inference: Callable[[], bool] = torch.is_inference_mode_enabled,
-    _functions: Callable[[], int] = _native._len_torch_function_stack,
-    _dispatches: Callable[[], int] = _native._len_torch_dispatch_stack,
+    _functions: Callable[[], int] = function_modes,
+    _dispatches: Callable[[], int] = dispatch_modes,
     _autocast: Callable[[], bool] = _native._is_any_autocast_enabled,
 ) -> bool:
     """Whether this thread, which has run a function of users, is not as a new thread is."""
@@ -74,9 +75,9 @@ def clear() -> None:
     if device is not None:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = None
         _device.CURRENT_DEVICE = device.old_device
-    while _native._len_torch_function_stack():
+    while function_modes():
         _native._pop_torch_function_stack()
-    while _native._len_torch_dispatch_stack():
+    while dispatch_modes():
         _pop_mode()
     if _native._is_any_autocast_enabled():
         for kind in torch._C._autocast_supported_devices():
