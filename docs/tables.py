@@ -60,7 +60,7 @@ def rooms(found: re.Match[str]) -> str:
     there = set()
     for top in ("transport", "graph", "rdmarpc"):
         for path in (ROOT / top).rglob("*.py"):
-            if re.search(rf"^from \S*\b{found[2]} import|^from \S+ import .*\b{found[2]}\b", path.read_text(), re.M):
+            if re.search(rf"^from \S+ import .*\b{found[2]}\b", path.read_text(), re.M):
                 there.add(f"`{path.relative_to(ROOT).parent}`")
     return found[1] + ", ".join(sorted(there)) + "\n" + found[4]
 

@@ -72,7 +72,7 @@ def compile_kernels() -> None:
         environment = {**os.environ, **GENERIC}
         for program in (
             ["-m", "experiments.train", *options],
-            ["-c", "from rdmarpc.cli.doctor import compile_kernels; compile_kernels()"],
+            ["-c", "from rdmarpc.tools.doctor import compile_kernels; compile_kernels()"],
         ):
             command = [sys.executable, *program]
             subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
