@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
@@ -16,7 +17,8 @@ class Identity:
     the private half. It lives as long as the memory it belongs to, and is never stored. Thread-safe."""
 
     def __init__(self) -> None:
-        self._private = X25519PrivateKey.generate()
+        # Not ``generate``: OpenSSL's generator needs getrandom, which some sandboxes forbid.
+        self._private = X25519PrivateKey.from_private_bytes(os.urandom(KEY_BYTES))
         self.public = self._private.public_key().public_bytes_raw()
         """The public half, which reveals nothing of the private one."""
 

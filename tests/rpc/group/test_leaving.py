@@ -126,7 +126,8 @@ def has_an_unanswered_call(rank):
         with pytest.raises(rpc.TransferTimeout, match="every worker came to shutdown, but of 1 calls only 0 are answered"):
             rpc.shutdown(timeout=5)
         return
-    with pytest.raises(rpc.PeerLost):
+    # Worker 0 has gone, or has still answered what worker 1 asked with its own error.
+    with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
         rpc.shutdown()
 
 

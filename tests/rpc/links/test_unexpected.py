@@ -82,7 +82,7 @@ def loops_fail(rank):
     ended = []
     threading.excepthook = ended.append
     here = agent.current()
-    spoiled = [(here.caller.timeouts, "give_up"), (here.caller.timeouts, "on_tick"), (here.pool, "_look")]
+    spoiled = [(here.caller.timeouts, "give_up"), (here.caller.timeouts, "on_tick"), (here.pool, "_relieve")]
     raises = [Raises(getattr(owner, name), 2) for owner, name in spoiled]
     for (owner, name), instead in zip(spoiled, raises):
         setattr(owner, name, instead)

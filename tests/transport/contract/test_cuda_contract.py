@@ -26,7 +26,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         for here, there, nbytes in ((0, 1, 5), (3, 7, 4096), (4095, 4097, 70_001))
     ),
     ("test_a_list_with_reads_and_writes_and_one_notification", {}),
-    ("test_rebind", {}),
+    ("test_rebind_exchanges_one_source", {}),
     ("test_an_unbound_tensor_is_let_go", {}),
     ("test_empty_transfers", {}),
     ("test_notifications_count_and_do_not_depend_on_order", {}),
