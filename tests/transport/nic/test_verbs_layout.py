@@ -10,9 +10,12 @@ import pytest
 from rdmarpc.transport.words import layout
 
 STRUCTS = {
+    "DEVICE": "ibv_device",
     "CONTEXT": "ibv_context",
     "QP": "ibv_qp",
     "CQ": "ibv_cq",
+    "SRQ": "ibv_srq",
+    "PD": "ibv_pd",
     "MR": "ibv_mr",
     "CHANNEL": "ibv_comp_channel",
     "SEND_WR": "ibv_send_wr",
@@ -25,6 +28,7 @@ FIELDS = {
     "SEND_WR_REMOTE_ADDR": "wr.rdma.remote_addr",
     "SEND_WR_RKEY": "wr.rdma.rkey",
     "QP_NUM": "qp_num",
+    "QP_TYPE": "qp_type",
     "ASYNC_EVENT_TYPE": "event_type",
 }
 WC_FIELDS = ("wr_id", "status", "opcode", "vendor_err", "byte_len", "imm_data", "qp_num", "src_qp", "wc_flags")
