@@ -24,7 +24,7 @@ from .stream import Stream
 from .tensor import bring_home, make_empty, place_of
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 _RNG = "rng"
 _library = torch.library.Library("rdmarpc", "FRAGMENT")
@@ -87,12 +87,13 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     from .owners import Reader
 
     place = str(Path(folder).absolute())
-    metadata = Reader(place).read_metadata()
+    reader = Reader(place)
+    metadata = reader.read_metadata()
     names = _names(state)
     content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(content, storage_reader=Reader(place), no_dist=True)
+        dcp.load(content, storage_reader=reader, no_dist=True)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, names, content[key])
@@ -146,17 +147,15 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
             stored = metadata.state_dict_metadata[name]
             room = None
             if isinstance(stored, TensorStorageMetadata):
-                room = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-                room = _empty(room, None if path[3] == "step" else places[path[2]])  # torch counts steps here
+                room = _empty(stored, None if path[3] == "step" else places[path[2]])  # torch counts steps here
             found.setdefault(path[2], {})[path[3]] = room
     return {"state": found, "param_groups": bring_home(_groups(value, names))}
 
 
-def _empty(like: torch.Tensor, place: Stream | None) -> torch.Tensor:
-    """As large as ``like``, at a place."""
-    if place is None:
-        return torch.empty_like(like, device="cpu")
-    return make_empty(place, tuple(like.shape), like.stride(), like.dtype)
+def _empty(stored: TensorStorageMetadata, place: Stream | None) -> torch.Tensor:
+    """Room for a tensor of a checkpoint, at a place."""
+    like = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu" if place is None else "meta")
+    return like if place is None else make_empty(place, tuple(like.shape), like.stride(), like.dtype)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -36,14 +36,16 @@ _PIECE = 1 << 30
 def _pieces(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Stream, list[Any], list[torch.Tensor]]]:
     """Items with their tensors, by worker, in pieces; those of tensors here are not among them."""
     found: dict[Stream, tuple[list[Any], list[torch.Tensor]]] = {}
+    room: dict[Stream, int] = {}
     for item, tensor in zip(items, tensors):
         place = place_of(tensor)
         if place is None or tensor.layout is not torch.strided:
             continue
+        room[place] = room.get(place, _PIECE) - tensor.nbytes
+        if room[place] < 0 and place in found:
+            yield place, *found.pop(place)
+            room[place] = _PIECE - tensor.nbytes
         some, theirs = found.setdefault(place, ([], []))
-        if theirs and sum(each.nbytes for each in theirs) + tensor.nbytes > _PIECE:
-            yield place, some, theirs
-            some, theirs = found[place] = [], []
         some.append(item)
         theirs.append(tensor)
     yield from ((place, *both) for place, both in found.items())
@@ -53,7 +55,7 @@ def _told(about: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
-def heard(told: torch.Tensor) -> Any:
+def _heard(told: torch.Tensor) -> Any:
     """What ``_told`` has made."""
     return json.loads(told.cpu().numpy().tobytes())
 
@@ -80,7 +82,7 @@ class Writer(FileSystemWriter):
         number, (place, items, tensors) = numbered
         about = {"folder": str(self.path), "prefix": f"__{number}_", "names": [item.index.fqn for item in items]}
         with torch.no_grad():
-            told = heard(torch.ops.rdmarpc.write_part(tensors, at_place(_told(about), place)))
+            told = _heard(torch.ops.rdmarpc.write_part(tensors, at_place(_told(about), place)))
         if not all((Path(self.path) / path).is_file() for _, path, _, _ in told):
             return []
         return [
@@ -156,7 +158,7 @@ class _Local:
 
 def write(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
     """Write tensors that lie here; says of each (bytes, file, offset, length). Nothing, if the folder is not seen here."""
-    about = heard(told)
+    about = _heard(told)
     if not os.path.isdir(about["folder"]):
         return _told([])
     items = [_create_write_item_for_tensor(name, tensor) for name, tensor in zip(about["names"], tensors)]
@@ -170,7 +172,7 @@ def write(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
 
 def read(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
     """Read into tensors that lie here: whether it was done, which is where the files are those that the caller sees."""
-    about = heard(told)
+    about = _heard(told)
     folder = Path(about["folder"])
     if any(not stamp or _stamp(folder / path) != stamp for path, stamp in about["files"].items()):
         return torch.zeros((), dtype=torch.bool)

@@ -248,18 +248,20 @@ class Runner:
         line = None if observing.line is None else self._track(observing.line)
         at, end = 0, len(words)
         while at < end:
-            if self._ahead and self._put_off(words, at, start):
-                at += words[at] >> 8
-                continue
-            while self._board and words[at] & 255 not in _NEW:  # it sees all that was posted before
-                self._run_next()
+            if self._ahead:
+                if self._put_off(words, at, start):
+                    at += words[at] >> 8
+                    continue
+                while self._board and words[at] & 255 not in _NEW:  # it sees all that was posted before
+                    self._run_next()
+                self._start, self._batch = start, words
             head = words[at]
             if head & 255 == ring.LAST:
                 self.stopped = True
                 break
-            self._start, self._at, self._batch = start, at, words
+            self._at = at
             self._message(words, at, line)
-            if self.void is not None and self._board:
+            if self._ahead and self.void is not None:
                 self._run_in_order()
             at += head >> 8
 
@@ -285,7 +287,7 @@ class Runner:
 
     def _put_off(self, words: list[int], at: int, start: int) -> bool:
         """Whether a message may be run later; it will be. Names whose numbers differ in the last 20 bits are of one post."""
-        kind = words[at] & 255
+        kind, region = words[at] & 255, None
         reads: list[int] = []
         if kind == ring.OPERATION:
             found = self.signatures.get(words[at + 1])
@@ -298,17 +300,13 @@ class Runner:
             reads, writes = [words[at + 1] >> 20], [-words[at + 4]]
         elif kind == ring.LAND:
             writes = [words[at + 1] >> 20, -words[at + 3]]
+            region = words[at + 3] if words[at + 3] in self.sources else None
         elif kind == ring.FREE:
             writes = [name >> 20 for name in words[at + 1 : at + (words[at] >> 8)]]
         else:
             return False
-        region = words[at + 3] if kind == ring.LAND and words[at + 3] in self.sources else None
         self._board.add(Entry(words, at, start, region), reads, writes, kind == ring.SEND)
         return True
-
-    def _arrived(self, region: int) -> bool:
-        channel, notify = self.sources[region]
-        return channel.error is not None or kernels.load(channel.count(notify).record) > self.arrived[region]
 
     def _run_next(self) -> None:
         """Run one of the messages that were put off. Waits, for a short time, if all of them wait for copies."""
@@ -316,8 +314,7 @@ class Runner:
         if entry is None:
             region, entry = next(iter(self._board.landings.items()))
             self._start, self._at, self._batch = entry.start, entry.at, entry.words
-            channel, notify = self.sources[region]
-            record = channel.count(notify).record
+            channel, record = self._copies_into(region)
             kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, channel.port)
             self._tell()
             if self.stopped:
@@ -658,10 +655,19 @@ class Runner:
         geometry = self.metas[meta]
         self.values[name] = self._placed(dressed(over(buffer, offset + shift, geometry), geometry))
 
+    def _copies_into(self, region: int) -> tuple[Channel, int]:
+        """The channel of the worker that writes into a region, and the record that counts its copies."""
+        channel, notify = self.sources[region]
+        return channel, channel.count(notify).record
+
+    def _arrived(self, region: int) -> bool:
+        """Whether the next copy into a region is here, or will never be."""
+        channel, record = self._copies_into(region)
+        return channel.error is not None or kernels.load(record) > self.arrived[region]
+
     def _await(self, region: int) -> None:
         """Wait until the next thing has come from the worker that writes into this region."""
-        channel, notify = self.sources[region]
-        record, target = channel.count(notify).record, self.arrived[region] + 1
+        (channel, record), target = self._copies_into(region), self.arrived[region] + 1
         while kernels.load(record) < target:
             if kernels.wait_count(record, target, kernels.SPIN, kernels.SLICE_NS, channel.port) != kernels.OK:
                 if self.stopped:

@@ -136,6 +136,13 @@ def owned(folder: str) -> None:
         dcp.load(alone, checkpoint_id=place, no_dist=True)
         assert_same(alone["model"], saved)
         if sees:
+            whole, owners._PIECE = owners._PIECE, 1 << 20  # so a worker writes, and reads, its part in several files
+            rpc.save_checkpoint(state, place)
+            assert len([*Path(place).glob("__*")]) > len(files)
+            train()
+            rpc.load_checkpoint(state, place)
+            assert_same(model.state_dict(), saved)
+            owners._PIECE = whole
             rpc.rpc_sync("worker2", close_eyes)
 
 
