@@ -226,7 +226,8 @@ class TcpWork(Work):
     def exception(self) -> RdmaError | None:
         if self.error is not None:
             return self.error
-        return self._posts.error if self.done() and self.seq > self._posts.answered else None
+        ended = self._posts.error  # read first: once it is set, ``answered`` changes no more
+        return ended if self.done() and self.seq > self._posts.answered else None
 
     def then(self, callback: Callable[[], None]) -> None:
         if not self._posts.call_when_answered(self, callback):
