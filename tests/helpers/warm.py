@@ -15,13 +15,14 @@ import hypothesis  # noqa: F401
 import numpy  # noqa: F401
 import psutil  # noqa: F401
 import pytest  # noqa: F401
-import torch
-import torch._dynamo  # noqa: F401 (the first optimizer of a process imports it, which takes seconds)
+import torch  # noqa: F401
 
 import rdmarpc
 import rdmarpc.transport
 from rdmarpc.transport.words.compiled import kernels
 
+_GUEST = "RDMARPC_VM_BOX" in os.environ
+"""Of tests/vm, where an import takes twenty times as long."""
 _HUGE = 2 << 20
 _MADV_COLLAPSE = 25
 
@@ -41,16 +42,17 @@ def huge_pages() -> None:
 
 for _package in (rdmarpc, rdmarpc.graph, rdmarpc.transport):
     for _module in pkgutil.walk_packages(_package.__path__, _package.__name__ + "."):
-        importlib.import_module(_module.name)
+        if _module.name != "rdmarpc.places.owners" or not _GUEST:  # it imports torch.distributed.checkpoint
+            importlib.import_module(_module.name)
 
 for _kernel in kernels:
     _kernel.load()
 
-# Half a minute in a guest (tests/vm), where no test needs them.
-_JOBS = ("hydra", "matplotlib.pyplot", "rich", "sklearn.datasets", "torch.export._trace")
-# The second one a worker imports when it first uses a key.
-_LATE = ("torch.distributed.rpc", "cryptography.hazmat.backends.openssl.backend")
-for _name in (*_LATE, *(() if "RDMARPC_VM_BOX" in os.environ else _JOBS)):
+# The last one a worker imports when it first uses a key.
+_ALL = ("torch.distributed.rpc", "cryptography.hazmat.backends.openssl.backend")
+# Minutes in a guest, where tests need one of them at most: the first optimizer of a process imports torch._dynamo.
+_HOST = ("torch._dynamo", "hydra", "matplotlib.pyplot", "rich", "sklearn.datasets", "torch.export._trace")
+for _name in (*_ALL, *(() if _GUEST else _HOST)):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
