@@ -82,7 +82,8 @@ sys.exit(status)
 def counted(guest: Guest) -> Counter[str]:
     """The counters of the guest's devices now, added up."""
     lines: list[bytes] = []
-    guest.run(["sh", "-c", "grep -H '' /sys/class/infiniband/*/ports/1/hw_counters/*"], lines.append, timeout=30)
+    if guest.run(["sh", "-c", "grep -H '' /sys/class/infiniband/*/ports/1/hw_counters/*"], lines.append, timeout=120):
+        raise GuestFailed(f"{guest.hostname} has not told its devices' counters:\n{b''.join(lines).decode()}")
     total: Counter[str] = Counter()
     for line in b"".join(lines).decode().splitlines():
         name, value = line.rsplit("/", 1)[1].split(":")
