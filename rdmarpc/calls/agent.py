@@ -24,7 +24,7 @@ from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
 from ..links import exits, reads
 from ..links.connecting import Connections
-from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
+from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, GRADIENTS, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
 from ..links.group.members import Members
 from ..links.losses import Losses, listens
@@ -302,7 +302,7 @@ class Agent:
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call a function and wait for its result. ``control``: the call is our own, not counted as a user's."""
-        return self.caller.result(self.start(to, function, args, kwargs, timeout, CONTROL if control else 0))
+        return self.start(to, function, args, kwargs, timeout, CONTROL if control else 0).result()
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
@@ -463,6 +463,7 @@ def _takes(agent: Agent) -> dict[int, Handler]:
     callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
     return {
         REQUEST: callee.accept,
+        GRADIENTS: callee.accept,
         RESPONSE: agent.caller.answer,
         ERROR: agent.caller.answer,
         RELEASE: lambda link, frame: callee.release(link, frame.call),

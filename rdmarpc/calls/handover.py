@@ -18,7 +18,6 @@ import threading
 
 import torch
 
-from ..message.layout import travels
 from ..transport import ArenaFull, Channel, Device, RemoteRegion
 from ..transport.memory.arena import Arena, Block
 from ..transport.memory.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
@@ -29,11 +28,9 @@ _WORD_BYTES = 8
 
 
 def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
-    """The block of the arena that this tensor lies in, if the caller's one variable is all that refers to the tensor and to its
-    storage: no view, no graph, no user."""
+    """The block of the arena that this tensor, which ``travels``, lies in, if the caller's one variable is all that refers to
+    the tensor and to its storage: no view, no graph, no user."""
     if references(tensor) != PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
-        return None
-    if not travels(tensor):  # of several parts, or of elements that mean nothing without their scale
         return None
     storage = tensor.untyped_storage()
     if storage_uses(storage) != STORAGE_USES or references(storage) != STORAGE:
@@ -48,7 +45,9 @@ class _Board:
         words = channel.empty(_WORDS, dtype=torch.int64).zero_()
         self.words = words
         self.address = words.data_ptr()
-        self.remote = RemoteRegion.load(channel.device.export(words))
+        remote = RemoteRegion.load(channel.device.export(words))
+        self.places = [remote[at : at + _WORD_BYTES].dump() for at in range(0, _WORDS * _WORD_BYTES, _WORD_BYTES)]
+        """The descriptor of each word."""
         self.free = list(range(_WORDS - 1, -1, -1))
         self.given: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -86,7 +85,7 @@ class Handovers:
         device, segment = self._device, block.segment
         offset = run.data_ptr() - segment.address
         place = RemoteRegion(device.uid, device.epoch, segment.number, segment.key, offset, run.nbytes)
-        return place.dump() + board.remote[_WORD_BYTES * word : _WORD_BYTES * (word + 1)].dump()
+        return place.dump() + board.places[word]
 
     @property
     def outstanding(self) -> int:
@@ -103,6 +102,7 @@ class Handovers:
                     del self._boards[channel]
 
     def _sweep(self, board: _Board) -> None:
-        for word in [word for word in board.given if kernels.load(board.address + _WORD_BYTES * word) == 0]:
-            self._outstanding -= board.given.pop(word)[1]
-            board.free.append(word)
+        for word in tuple(board.given):
+            if kernels.load(board.address + _WORD_BYTES * word) == 0:
+                self._outstanding -= board.given.pop(word)[1]
+                board.free.append(word)

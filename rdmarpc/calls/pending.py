@@ -81,8 +81,20 @@ class Pending:
         return now - (self.since if self.deadline is None else self.deadline - self.timeout)
 
     def result(self) -> Any:
-        """Wait for the answer of a call without a future, once. Raises the error of the call."""
-        return self.caller.result(self)
+        """Wait for the answer of a call without a future, once, and decode it. Raises the error of the call."""
+        caller = self.caller
+        try:
+            try:
+                answered = caller.progress.wait_for(self, self.deadline)
+            except BaseException:
+                caller.abandon(self)
+                raise
+            if not answered:
+                caller.give_up(self)
+            return caller.read(self, self.answers.pop())
+        finally:
+            if self.event is not None:
+                self.event.__exit__(None, None, None)
 
     def hold(self, bulk: torch.Tensor) -> None:
         """Keep alive the memory that the callee will READ."""

@@ -1,9 +1,9 @@
 """How a backward pass goes from worker to worker.
 
-The gradients of received tensors go to the worker that sent the tensors, in a call (``_deliver``): into landing places granted
-ahead, as arguments do. The call is answered when everything that it set off is done, there and on further workers. Gradients
-for the asker itself ride in the answer. So the worker that began the pass knows when it is over, and no thread waits for a
-gradient: the work that one call of ``_deliver`` sets off is a ``Wave``, which goes on when an answer comes.
+The gradients of received tensors go to the worker that sent the tensors, in a frame of their own kind (``deliver``): into
+landing places granted ahead, as arguments do. It is answered, as a call is, when everything that it set off is done, there and
+on further workers. Gradients for the asker itself ride in the answer. So the worker that began the pass knows when it is over,
+and no thread waits for a gradient: the work that one ``deliver`` sets off is a ``Wave``, which goes on when an answer comes.
 
 Nodes wait (``gradients/local``) for messages that may never get a gradient. If all waves are over and some worker still holds
 gradients, the worker that began the pass asks (``_survey``) which messages can be reached from the held gradients, on all
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,8 +40,10 @@ from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
 from .record import RECEIVED, edge
 
-_PASS = struct.Struct("<QQQQ?")  # the fields of Name
-_ENTRY = struct.Struct("<QI")  # message, number of gradients
+# What stands where a call has its function: of a GRADIENTS frame (_PASS, then as _GRADIENTS says) and of its answer (_ANSWER,
+# an error, _HOLDER for each, then as _GRADIENTS says: _ENTRY for each message, then _PLACE for each gradient).
+_PASS, _ANSWER, _GRADIENTS, _ENTRY, _PLACE = map(struct.Struct, ("<QQQQ?", "<II", "<I", "<QI", "<I"))
+_UNDEFINED = 0xFFFFFFFF
 _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
@@ -66,33 +68,36 @@ class Reply(NamedTuple):
     """The numbers of the workers that may hold gradients."""
 
 
-def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | int | None]]:
-    """The heads and the gradients of a call. A gradient that occurs again (as for both inputs of an addition) goes as the index
-    of its first occurrence."""
-    heads: list[bytes] = []
-    gradients: list[torch.Tensor | int | None] = []
+def _pack(entries: Sequence[tuple[int, Gradients]]) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    """The messages and the gradients of them, each once (it may be that of both inputs of an addition), and where it stands."""
+    heads, places = [_GRADIENTS.pack(len(entries))], []
+    gradients: list[torch.Tensor] = []
     known: dict[int, int] = {}
     for message, some in entries:
         heads.append(_ENTRY.pack(message, len(some)))
         for gradient in some:
             if gradient is None:
-                gradients.append(None)
+                places.append(_PLACE.pack(_UNDEFINED))
                 continue
-            first = known.setdefault(id(gradient), len(gradients))
-            if first < len(gradients):
-                gradients.append(first)
-            else:
+            place = known.setdefault(id(gradient), len(gradients))
+            places.append(_PLACE.pack(place))
+            if place == len(gradients):
                 # A small gradient is sent dense: for one that is expanded, sending only its memory would save nothing.
                 small = gradient.layout is torch.strided and gradient.numel() <= _SMALL
                 gradients.append(gradient.contiguous() if small else gradient)
-    return b"".join(heads), gradients
+    return b"".join(heads + places), tuple(gradients)
 
 
-def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
-    gradients = tuple([packed[gradient] if type(gradient) is int else gradient for gradient in packed])
+def _unpack(packed: bytes, gradients: Sequence[torch.Tensor]) -> list[tuple[int, Gradients]]:
+    """Raises ``IndexError`` and ``struct.error`` for what ``_pack`` has not made."""
+    (count,) = _GRADIENTS.unpack_from(packed)
+    start = _GRADIENTS.size + count * _ENTRY.size
+    places: list[torch.Tensor | None] = []
+    for (place,) in _PLACE.iter_unpack(packed[start:]):
+        places.append(None if place == _UNDEFINED else gradients[place])
     entries, at = [], 0
-    for message, count in _ENTRY.iter_unpack(heads):
-        entries.append((message, gradients[at : at + count]))
+    for message, count in _ENTRY.iter_unpack(packed[_GRADIENTS.size : start]):
+        entries.append((message, tuple(places[at : at + count])))
         at += count
     return entries
 
@@ -151,11 +156,11 @@ class Wave:
         with self._lock:
             self._open += 1
         heads, gradients = _pack(entries)
-        self.call(worker, _deliver, (self.header, heads, *gradients))
+        self.call(worker, deliver, (self.header + heads, gradients))
 
-    def heard(self, worker: int, answer: tuple[Any, ...]) -> None:
+    def heard(self, worker: int, answer: tuple[bytes, Any]) -> None:
         """An answer to one of our calls came from ``worker``. Raises what ended the pass."""
-        reply = _load_reply(answer)
+        reply = _load_reply(*answer)
         self.holders |= reply.holders
         _arrive(self.agent, self.run_, worker, reply.arrivals)
         self.go_on()
@@ -423,15 +428,16 @@ def _load_own(sender: int, header: bytes) -> tuple[Any, Context, Name]:
     return agent, context, name
 
 
-def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
-    """Take gradients of messages that this worker sent. Answers when all that they set off is done."""
+def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> Any:
+    """Take gradients of messages that this worker sent. Answers when all that they set off is done. A call of it is no request:
+    both sides of calling know it as what a ``GRADIENTS`` frame stands for."""
     try:
-        agent, context, name = _load(header)
+        agent, context, name = _load(packed[: _PASS.size])
         if sender not in context.workers:
             agent.contexts.refused_gradients += 1
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = context.join_pass(agent.number, *name[1:])
-        _arrive(agent, run, sender, _unpack(heads, gradients))
+        _arrive(agent, run, sender, _unpack(packed[_PASS.size :], gradients))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
         return _dump_reply(_located(here.current(), error))
@@ -439,7 +445,7 @@ def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
-    what can run, as ``_deliver`` does."""
+    what can run, as ``deliver`` does."""
     try:
         agent, context, name = _load_own(sender, header)
         run = context.join_pass(agent.number, *name[1:])
@@ -462,7 +468,7 @@ def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 
 
-_deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
+deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
 _survey._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
 
 
@@ -472,18 +478,22 @@ def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
     return _dump_reply(result)
 
 
-def _dump_reply(result: Reply | Exception) -> tuple[Any, ...]:
+def _dump_reply(result: Reply | Exception) -> tuple[bytes, tuple[torch.Tensor, ...]]:
     if isinstance(result, Exception):
-        return (grad_error.dump(result),)
+        error = grad_error.dump(result)
+        return _ANSWER.pack(len(error), 0) + error, ()
     heads, gradients = _pack(result.arrivals)
-    return b"", heads, _packed(result.holders), *gradients
+    return _ANSWER.pack(0, len(result.holders)) + _packed(result.holders) + heads, gradients
 
 
-def _load_reply(answer: tuple[Any, ...]) -> Reply:
-    if answer[0]:
-        raise grad_error.load(answer[0])
-    _, heads, holders, *gradients = answer
-    return Reply(_unpack(heads, tuple(gradients)), _unpacked(holders))
+def _load_reply(packed: bytes, gradients: Any) -> Reply:
+    """``gradients``: a tuple of them, or the only one."""
+    error, holders = _ANSWER.unpack_from(packed)
+    if error:
+        raise grad_error.load(packed[_ANSWER.size :])
+    end = _ANSWER.size + holders * _HOLDER.size
+    gradients = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
+    return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]))
 
 
 # -- the arguments of a backward pass, checked: the roots that users name, and the context

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..transport import RdmaError
 
 # Kinds of frames.
-REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP = range(1, 11)
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP, GRADIENTS = range(1, 12)
 
 # Flags of requests and responses. CONTROL marks a message of our own, not of a user.
 FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 64, 128

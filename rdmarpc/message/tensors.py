@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from . import layout, sharing
 from .layout import Description
 
 # The function behind ``ctypes.string_at``, without a Python function in between.
-_string_at = ctypes._string_at  # type: ignore[attr-defined]
+string_at = ctypes._string_at  # type: ignore[attr-defined]
 
 INLINE_BYTES = 64 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
 _INLINE_TOTAL = 96 << 10
@@ -124,7 +125,7 @@ class Outgoing(NamedTuple):
 NOTHING = Outgoing(b"", b"", 0, [])
 
 
-def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
+def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> Described:
     """``layout.travels`` is true for all tensors."""
     entries: list[tuple[torch.Tensor | None, int, bytes, bytes]] = []
     sizes = []
@@ -146,7 +147,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
             gathered = not run.is_contiguous()
             run = run.contiguous()
         if nbytes <= _TINY_BYTES or (nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL):
-            entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
+            entries.append((None, INLINE, text, string_at(run.data_ptr(), nbytes)))
             inline += nbytes
             continue
         if gathered:
@@ -182,15 +183,6 @@ def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.
     if known.strides is not None and known.nbytes:
         value = value.as_strided((known.nbytes // value.itemsize,), (1,))
     return value, text, known.nbytes
-
-
-def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
-    """Description and bytes of a small dense tensor that ``layout.travels``; ``None`` for any other. The short way for the
-    commonest message."""
-    known = layout.as_it_lies(tensor)
-    if known is None or known.nbytes > INLINE_BYTES:
-        return None
-    return known.text, _string_at(tensor.data_ptr(), known.nbytes)
 
 
 def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 from ..calls.callee import Answering
 from ..calls.pending import Answer, Pending
 from ..calls.profiled import kind_of, name_of
-from ..links.frames import LONE, REQUEST, RESPONSE, Frame
+from ..links.frames import GRADIENTS, LONE, REQUEST, RESPONSE, Frame
 from ..links.ring import Link
 from ..message.tensors import Outgoing, traffic
 
@@ -132,7 +132,7 @@ class Calls:
 
     def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
         """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
-        if kind == REQUEST or kind == RESPONSE:
+        if kind in (REQUEST, RESPONSE, GRADIENTS):
             carried = _inline(len(out.data)) if flags & LONE else traffic(out)
             self.message.bytes.update(carried, tensors=out.tensors, pickle=nbytes)
 
