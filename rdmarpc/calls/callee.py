@@ -65,7 +65,6 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..references.forks import Fork
-from ..references.unsent import take_back
 from ..transport import Device, PeerLost, RdmaError, RemoteRegion
 from ..transport.memory.arena import Block
 from . import errors, profiled
@@ -342,7 +341,7 @@ class Callee:
                 function, args, kwargs = serialize.loads(payload, tensors, references, parts)
         except (AttributeError, ImportError) as error:
             raise errors.unknown_name(error) from error
-        if context is not None:
+        if context is not None and parts:
             context.attach(link.worker, head.message + 1, parts)
         return function, args, kwargs
 
@@ -395,10 +394,8 @@ class Callee:
         observer = self.post.observer
         if observer is None:
             self._answer(answering, answer)
-            return
-        noted = observer.returned(answering, answer)
-        self._answer(answering, answer)
-        observer.replied(answering, noted, "")
+        else:
+            observer.replying(self._answer, answering, answer)
 
     def _answer(self, answering: Answering, answer: list[Any]) -> None:
         link, call, sizes, context = answering.link, answering.call, answering.sizes, answering.context
@@ -409,7 +406,7 @@ class Callee:
         flags, name, payload, message, known = answering.frame.flags & CONTROL, b"", b"", 0, None
         try:
             if context is not None:
-                result = unbound(result, {})
+                result = unbound(result)
             if answering.frame.kind == GRADIENTS:
                 name, result = result
                 result = (result[0] if len(result) == 1 else tuple(result)) if result else None
@@ -442,15 +439,15 @@ class Callee:
                 kept = self._lend(link, call, out.lent)
             dropped = None
             if not flags & FLAT and payload:
-                dropped = partial(take_back, self.rrefs, link.worker, RESPONSE, flags, payload)
+                dropped = partial(self.rrefs.take_back, link.worker, RESPONSE, flags, payload)
             self.post.send(link, RESPONSE, call, flags, out, name, payload, kept, dropped)
         except PeerLost:
             self.dropped += 1
             self.release(link, call)
-            take_back(self.rrefs, link.worker, RESPONSE, flags, payload)
+            self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
         except BaseException as error:
             self.release(link, call)
-            take_back(self.rrefs, link.worker, RESPONSE, flags, payload)
+            self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
             answering.rref = None
             self._fail(answering, errors.unsendable(error))
 
@@ -490,21 +487,18 @@ class Callee:
         observer = self.post.observer
         if observer is None:
             self._answer_error(answering, error)
-            return
-        noted = observer.returned(answering, None)
-        self._answer_error(answering, error)
-        if answering.rref is None:  # else it has replied
-            observer.replied(answering, noted, type(error).__name__)
+        else:
+            observer.replying(self._answer_error, answering, error)
 
     def _answer_error(self, answering: Answering, error: BaseException) -> None:
         link, call, rref = answering.link, answering.call, answering.rref
         self.release(link, call)  # of an answer that could not be sent
         if self.rrefs.closed:
             return  # it may have failed because we leave: the end of the link says so
-        payload = errors.dump(error, self.me)
+        payload, text = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
         if not control:
-            self.failures.tell(error, errors.text_of(payload))
+            self.failures.tell(error, text)
         if rref is not None:
             # The creator learns that the reference exists; a fetch of the value raises the error.
             error = errors.ordinary(error)

@@ -45,8 +45,6 @@ from ..links.frames import (
     Frame,
     Head,
     NotTheirs,
-    error_of,
-    function_of,
     request_payload,
     response_body,
 )
@@ -55,7 +53,7 @@ from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
 from ..links.post import Post, tell
 from ..links.reads import AWAY, Fetch
-from ..links.ring import Link, Room
+from ..links.ring import QUEUE_BYTES, Link, Room
 from ..message import script, serialize
 from ..message.layout import as_it_lies, travels
 from ..message.tensors import (
@@ -76,7 +74,6 @@ from ..message.tensors import (
     unpack_lone,
 )
 from ..references.context import RRefContext
-from ..references.unsent import take_back
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from ..transport.peers.ended import nobody
 from . import errors
@@ -212,8 +209,7 @@ class Caller:
         """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error, and so is a
         deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
         if context is not None:
-            made: dict[int, Any] = {}
-            args, kwargs = unbound(args, made), unbound(kwargs, made)
+            args, kwargs = unbound((args, kwargs))
         kind, payload, table, data = REQUEST, b"", b"", None
         tensors: Sequence[torch.Tensor] = ()
         parts: Sequence[torch.Tensor] = ()
@@ -262,7 +258,13 @@ class Caller:
                 if link.try_send(kind, call, flags, 1, name, payload, table, data):
                     return pending
                 out = Outgoing(table, data, 1, [])
-            self._post(pending, kind, flags, out, name, payload)
+            if link.waiting > QUEUE_BYTES and not flags & CONTROL:
+                # The peer has not read for a while, and as many requests are queued for it as may be.
+                room = self.progress.wait_for(Room(link), pending.deadline)
+                if not room or call not in self.pending:  # the thread of timeouts was faster, or the loss was told
+                    raise pending.timed_out()
+            dropped = None if flags & FLAT else partial(self.rrefs.take_back, link.worker, kind, flags, payload)
+            self.post.send(link, kind, call, flags, out, name, payload, pending, dropped)
         except (PeerLost, TransferTimeout) as error:
             self._not_sent(pending, flags, payload)
             if future and pending.future is None:
@@ -286,22 +288,10 @@ class Caller:
             self.futures[pending.call] = pending
             self.progress.linger(now)
 
-    def _post(self, pending: Pending, kind: int, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
-        link = pending.link
-        if link.full and not flags & CONTROL:
-            # The peer has not read for a while, and as many requests are queued for it as may be.
-            room = self.progress.wait_for(Room(link), pending.deadline)
-            if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
-                raise pending.timed_out()
-        dropped = None
-        if not flags & FLAT:
-            dropped = partial(take_back, self.rrefs, link.worker, REQUEST, flags, payload)
-        self.post.send(link, kind, pending.call, flags, out, name, payload, pending, dropped)
-
     def _not_sent(self, pending: Pending, flags: int, payload: bytes) -> None:
         self.pending.pop(pending.call, None)
         self.expired.pop(pending.call, None)
-        take_back(self.rrefs, pending.link.worker, REQUEST, flags, payload)
+        self.rrefs.take_back(pending.link.worker, REQUEST, flags, payload)
 
     # -- in
 
@@ -481,7 +471,7 @@ class Caller:
         if frame.kind == ERROR:
             if flags & (READS | BULK):
                 tell(pending.link, RELEASE, pending.call)
-            raise errors.rebuild(error_of(frame))
+            raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
         if not flags & FLAT and payload[0] == serialize.MARK:
@@ -496,7 +486,7 @@ class Caller:
             value = unpack_lone(table, data)
             if head.message:
                 _attach(pending, head.message, [value])
-            return (function_of(frame), value) if frame.function else value
+            return (frame.body[: frame.function], value) if frame.function else value
         tensors = self._tensors(pending, frame, table, data, fetch) if frame.tensors or flags & (READS | BULK) else []
         if not frame.tensors:
             pending.link.grants.expect_result(pending.key, ())
@@ -512,7 +502,7 @@ class Caller:
                 raise errors.unknown_name(error) from error
         if head.message:
             _attach(pending, head.message + 1, parts)
-        return (function_of(frame), value) if frame.function else value
+        return (frame.body[: frame.function], value) if frame.function else value
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
         """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
@@ -568,7 +558,7 @@ class Caller:
                     link.channel,
                     pending.landing,
                     link.places,
-                    _deadline(pending),
+                    None if pending.expired else pending.deadline,
                     ahead,
                 )
         finally:

@@ -100,11 +100,6 @@ class Pending:
         """Keep alive the memory that the callee will READ."""
         self.keep = (self.keep, bulk)
 
-    def expose(self) -> None:
-        """Note that users' code may depend on the completion of the call's future from now on."""
-        assert self.future is not None
-        self.future.has_callbacks = True
-
     def abandon(self) -> None:
         """Give up a call without a future, whose answer nobody wants any more."""
         self.caller.abandon(self)
@@ -153,6 +148,7 @@ class Outstanding:
 class Future(Awaitable):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
+    done = torch._C.Future.done
     has_callbacks = False
     unforeseen = False
     """The result has tensors on GPUs, which this object does not know of. They are there."""
@@ -160,7 +156,7 @@ class Future(Awaitable):
     def __init__(self, caller: Any, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: the devices on which the result may have tensors. A waiter can then use the result in the order of its
         streams, without waiting for the devices. This costs a pickling of the result."""
-        # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
+        # The C++ class directly, here and elsewhere: torch's Python layer in between costs as much as all of the rest.
         torch._C.Future.__init__(self, list(devices))
         self.on_gpu = bool(devices)
         self._caller = caller
@@ -190,9 +186,6 @@ class Future(Awaitable):
             # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
             self._caller.progress.wait_for(pending)
         self._caller.finish(pending)
-
-    def done(self) -> bool:
-        return torch._C.Future.done(self)
 
     def set_exception(self, result: Any) -> None:
         fail(self, bare(result))

@@ -26,6 +26,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from .behind import inner_edges
 from .context import Context
 from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
-from .record import RECEIVED, edge
+from .record import RECEIVED
 
 # What stands where a call has its function: of a GRADIENTS frame (_PASS, then as _GRADIENTS says) and of its answer (_ANSWER,
 # an error, _HOLDER for each, then as _GRADIENTS says: _ENTRY for each message, then _PLACE for each gradient).
@@ -102,15 +103,6 @@ def _unpack(packed: bytes, gradients: Sequence[torch.Tensor]) -> list[tuple[int,
     return entries
 
 
-def _arrive(agent: Any, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
-    try:
-        for message, gradients in entries:
-            run.arrive(worker, message, gradients)
-    except ForeignGradients:
-        agent.contexts.refused_gradients += 1
-        raise
-
-
 class Wave:
     """The work that one call sets off. ``asker``: the number of the worker that waits for it. It runs on the thread that starts
     it, and on threads of the pool as answers come. Subclasses say how calls are made and what happens at the end."""
@@ -162,7 +154,8 @@ class Wave:
         """An answer to one of our calls came from ``worker``. Raises what ended the pass."""
         reply = _load_reply(*answer)
         self.holders |= reply.holders
-        _arrive(self.agent, self.run_, worker, reply.arrivals)
+        for message, gradients in reply.arrivals:
+            self.run_.arrive(worker, message, gradients)
         self.go_on()
 
     def close_one(self) -> bool:
@@ -181,8 +174,9 @@ class Wave:
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
-        self.run_.context.check()
-        if self.run_.waiting:
+        if self.run_.context.ended:
+            self.run_.context.check()
+        if self.run_.held or self.run_.static:  # something of the pass may still run here
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)
 
@@ -248,21 +242,17 @@ class Sprung(Wave):
             future.set_result(result)
 
 
-class _AnyOf:
-    def __init__(self, calls: list[here.Call]) -> None:
-        self._calls = calls
-
-    @property
-    def done(self) -> bool:
-        return any(call.done for call in self._calls)
-
-
 class Driven(Wave):
     """The wave of the thread that calls ``backward``, which makes it go on."""
 
     def __init__(self, agent: Any, name: Name, run: Pass) -> None:
         super().__init__(agent, name, run, None)
         self._calls: list[here.Call] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether one of its calls is."""
+        return any(call.done for call in self._calls)
 
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
         self._calls.append(self.agent.start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
@@ -272,10 +262,11 @@ class Driven(Wave):
         try:
             self.begin(calls)
             while self._calls:
+                call = self._calls[0]
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
-                    self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
-                call = next((call for call in self._calls if call.done), self._calls[0])
+                    self.agent.progress.wait_for(self, min(deadlines, default=None))
+                    call = next((each for each in self._calls if each.done), call)
                 self._calls.remove(call)
                 answer = call.result()
                 assert call.link is not None  # what was never sent has no result
@@ -294,11 +285,13 @@ Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 def _begin(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
     run, serial, oldest = context.begin_pass(agent.number, retain_graph)
-    run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
+    run.begin(roots)
     return Name(context.number, agent.number, serial, oldest, retain_graph), run
 
 
 def _located(agent: Any, error: BaseException) -> Exception:
+    """The error as it crosses. Counts gradients that were not their sender's to bring, where that was found out."""
+    agent.contexts.refused_gradients += type(error) is ForeignGradients
     return grad_error.located(error, agent.me.id, agent.name)
 
 
@@ -401,7 +394,7 @@ def _packed(numbers: Iterable[int]) -> bytes:
 
 
 def _unpacked(packed: bytes) -> set[int]:
-    return {number for (number,) in _HOLDER.iter_unpack(packed)}
+    return set(map(itemgetter(0), _HOLDER.iter_unpack(packed)))
 
 
 def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
@@ -413,31 +406,25 @@ def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # The functions that other workers call here. The first argument is the number of the caller.
 
 
-def _load(header: bytes) -> tuple[Any, Context, Name]:
+def _load(sender: int, header: bytes, *, own: bool = True) -> tuple[Any, Context, Name]:
+    """``own``: raises ``ForeignGradients`` if the sender has not begun the pass."""
     name = Name(*_PASS.unpack(header))
     agent = here.current()
-    return agent, agent.contexts.find(name.context), name
-
-
-def _load_own(sender: int, header: bytes) -> tuple[Any, Context, Name]:
-    """As ``_load``, for a pass that the sender must have begun. Raises ``ForeignGradients`` if it did not."""
-    agent, context, name = _load(header)
-    if name.worker != sender:
-        agent.contexts.refused_gradients += 1
+    if own and name.worker != sender:
         raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
-    return agent, context, name
+    return agent, agent.contexts.find(name.context), name
 
 
 def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> Any:
     """Take gradients of messages that this worker sent. Answers when all that they set off is done. A call of it is no request:
     both sides of calling know it as what a ``GRADIENTS`` frame stands for."""
     try:
-        agent, context, name = _load(packed[: _PASS.size])
+        agent, context, name = _load(sender, packed[: _PASS.size], own=False)
         if sender not in context.workers:
-            agent.contexts.refused_gradients += 1
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = context.join_pass(agent.number, *name[1:])
-        _arrive(agent, run, sender, _unpack(packed[_PASS.size :], gradients))
+        for message, some in _unpack(packed[_PASS.size :], gradients):
+            run.arrive(sender, message, some)
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
         return _dump_reply(_located(here.current(), error))
@@ -447,7 +434,7 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
     what can run, as ``deliver`` does."""
     try:
-        agent, context, name = _load_own(sender, header)
+        agent, context, name = _load(sender, header)
         run = context.join_pass(agent.number, *name[1:])
         run.expect(_unpacked(messages))
         return _answered(Sprung(agent, name, run, sender).start([]))
@@ -458,7 +445,11 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
 def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     """The messages to this worker that backward reaches from ``messages``, which it sent, and, if ``held``, from the gradients
     that are held here. Packed as pairs (sender, message)."""
-    agent, context, name = _load_own(sender, header)
+    try:
+        agent, context, name = _load(sender, header)
+    except ForeignGradients:
+        here.current().contexts.refused_gradients += 1
+        raise
     starts = context.join_pass(agent.number, *name[1:]).starts() if held else []
     for message in _unpacked(messages):
         sent = context.sent.get(message)
@@ -483,7 +474,8 @@ def _dump_reply(result: Reply | Exception) -> tuple[bytes, tuple[torch.Tensor, .
         error = grad_error.dump(result)
         return _ANSWER.pack(len(error), 0) + error, ()
     heads, gradients = _pack(result.arrivals)
-    return _ANSWER.pack(0, len(result.holders)) + _packed(result.holders) + heads, gradients
+    holders = _packed(result.holders) if result.holders else b""
+    return _ANSWER.pack(0, len(result.holders)) + holders + heads, gradients
 
 
 def _load_reply(packed: bytes, gradients: Any) -> Reply:
@@ -493,7 +485,7 @@ def _load_reply(packed: bytes, gradients: Any) -> Reply:
         raise grad_error.load(packed[_ANSWER.size :])
     end = _ANSWER.size + holders * _HOLDER.size
     gradients = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
-    return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]))
+    return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]) if holders else set())
 
 
 # -- the arguments of a backward pass, checked: the roots that users name, and the context

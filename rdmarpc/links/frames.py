@@ -31,7 +31,8 @@ class NotTheirs(RdmaError):
 
 
 class Frame(NamedTuple):
-    """A received frame. ``body`` is the concatenation of function, payload and table, whose lengths the other fields give.
+    """A received frame. ``body`` is the concatenation of function (of a request, pickled by reference; empty if the payload's
+    pickle contains it), payload and table, whose lengths the other fields give.
     ``data`` belongs to whoever takes it out: a tensor may lie in it."""
 
     kind: int
@@ -88,11 +89,6 @@ def without_head(kind: int, flags: int, payload: bytes) -> bytes:
     return payload[_RESPONSE_HEAD.size + _RESPONSE_HEAD.unpack_from(payload)[1] :]
 
 
-def function_of(frame: Frame) -> bytes:
-    """The function of a request, pickled by reference; empty if the payload's pickle contains the function."""
-    return frame.body[: frame.function]
-
-
 def created(frame: Frame) -> tuple[int, int]:
     """The id of the reference whose value a request with ``REMOTE`` creates, and the id of its creator's fork."""
     _, rref, fork, *_ = _REQUEST_HEAD.unpack_from(frame.body, frame.function)
@@ -121,8 +117,3 @@ def response_body(frame: Frame) -> Body:
         head = Head(grant, body[at : at + nbytes], message)
         at += nbytes
     return head, body[at:end], body[end:], frame.data
-
-
-def error_of(frame: Frame) -> bytes:
-    """The payload of an ``ERROR`` (``calls/errors``)."""
-    return frame.body[frame.function : frame.function + frame.payload]

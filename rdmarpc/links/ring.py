@@ -11,8 +11,8 @@ has consumed a quarter of the ring without sending anything sends a ``CREDIT``.
 A frame that finds the ring full is queued. The thread that reads the peer's next frames then sends the queue on, in order: so
 no thread ever waits for room in a peer's ring, and only ``CREDIT`` overtakes the queue. The memory of the queue is bounded:
 
-* Requests of our own: ``full`` tells a caller to wait (for its own deadline at most, see ``Caller.send``) once they take
-  ``QUEUE_BYTES``. Control messages are not held back; there are as many of them as objects that they are about.
+* Requests of our own: once they take ``QUEUE_BYTES`` a caller waits (for its own deadline at most, see ``Caller.request``).
+  Control messages are not held back; there are as many of them as objects that they are about.
 * Answers: beyond ``QUEUE_BYTES`` of them, or a quarter of the arena's limit lent to the peer with them, the link is
   ``crowded``: requests of this peer, and of no other, are then not begun but ``held``. The queue grows only by the answers of
   functions that run already. A peer that reads nothing sees no credit either, so it can send one ring of requests more; one
@@ -349,11 +349,6 @@ class Link:
             self.lent += nbytes
             self.judge()
 
-    @property
-    def full(self) -> bool:
-        """Whether a user's request has to wait before it is queued."""
-        return self.waiting > QUEUE_BYTES
-
     def drop(self) -> None:
         """The connection has ended: forget what was not sent, and what was not begun."""
         with self._lock:
@@ -410,4 +405,4 @@ class Room:
 
     @property
     def done(self) -> bool:
-        return not self._link.full or self._link.channel.error is not None
+        return self._link.waiting <= QUEUE_BYTES or self._link.channel.error is not None

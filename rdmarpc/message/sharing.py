@@ -64,6 +64,8 @@ def _plan_storage(tensors: Sequence[torch.Tensor], members: list[int], places: d
             places[index] = Place(first[id(tensor)], None, 0, True)
             continue
         first[id(tensor)] = index
+    for index in first.values() if len(first) > 1 else ():
+        tensor = tensors[index]
         if not tensor.numel():
             continue  # no memory to share
         key = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -74,8 +76,8 @@ def _plan_storage(tensors: Sequence[torch.Tensor], members: list[int], places: d
         nbytes = layout.span(tensor.shape, tensor.stride()) * tensor.itemsize
         layout.check_held(tensor, nbytes)
         views[key] = _View(low, low + nbytes, layout.outline(tensor).nbytes, [index])
-    if len(views) == 1 and sum(map(len, [view.members for view in views.values()])) == 1:
-        return  # one tensor, which occurs more than once
+    if not views:
+        return
     distinct = sorted(views.values(), key=lambda view: view.low)
     if not _together(tensors, distinct, places):
         for cluster in _clusters(distinct):

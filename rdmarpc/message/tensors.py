@@ -13,7 +13,8 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,9 +76,10 @@ def fitting(places: list[RemoteRegion], sizes: tuple[int, ...]) -> list[RemoteRe
     """Landing places for runs of these ``sizes`` (bytes), if each is of the size class that its place was made for."""
     if len(places) != len(sizes):
         return None
-    if tuple([place.nbytes for place in places]) == sizes:
+    made_for = tuple(map(attrgetter("nbytes"), places))
+    if made_for == sizes:
         return places
-    if size_classes(tuple([place.nbytes for place in places])) != size_classes(sizes):
+    if size_classes(made_for) != size_classes(sizes):
         return None
     return [place.resized(size) for place, size in zip(places, sizes)]
 
@@ -194,10 +196,8 @@ def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
     return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
 
 
-class Memory(Protocol):
-    """The source of memory for messages (``calls/patience``)."""
-
-    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor: ...
+Memory = Any
+"""The source of memory for messages (``calls/patience``): its ``empty(channel, nbytes, deadline)``."""
 
 
 def pack(
