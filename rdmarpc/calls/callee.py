@@ -65,11 +65,10 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..references.forks import Fork
-from ..transport import Device, PeerLost, RdmaError, RemoteRegion
-from ..transport.memory.arena import Block
+from ..transport import Block, Device, PeerLost, RdmaError, RemoteRegion
 from . import errors, profiled
 from .failures import Failures
-from .handover import Handovers, sole
+from .handover import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
@@ -462,7 +461,7 @@ class Callee:
         out = NOTHING
         if whole:
             flags, payload = FLAT, serialize.ONE_TENSOR
-            if link.channel.can_adopt and (block := sole(result, self.device.arena)):
+            if link.channel.can_adopt and (block := sole_block(result, self.device.arena)):
                 out = self._hand_over(link, result, block)
             tensors = [] if out.tensors else [result]
         elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:

@@ -74,8 +74,7 @@ from ..message.tensors import (
     unpack_lone,
 )
 from ..references.context import RRefContext
-from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
-from ..transport.peers.ended import nobody
+from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
 from . import errors
 from .pending import Answer, Future, Outstanding, Pending
 from .timeouts import Timeouts
