@@ -84,9 +84,9 @@ def without_head(kind: int, flags: int, payload: bytes) -> bytes:
     """The pickle in the payload of an outgoing message."""
     if not flags & HEAD:
         return payload
-    if kind == REQUEST:
-        return payload[_REQUEST_HEAD.size + _REQUEST_HEAD.unpack_from(payload)[3] :]
-    return payload[_RESPONSE_HEAD.size + _RESPONSE_HEAD.unpack_from(payload)[1] :]
+    if kind == RESPONSE:
+        return payload[_RESPONSE_HEAD.size + _RESPONSE_HEAD.unpack_from(payload)[1] :]
+    return payload[_REQUEST_HEAD.size + _REQUEST_HEAD.unpack_from(payload)[3] :]
 
 
 def created(frame: Frame) -> tuple[int, int]:
