@@ -27,6 +27,7 @@ import torch
 from ..calls.callee import Answering
 from ..calls.pending import Answer, Pending
 from ..calls.profiled import kind_of, name_of
+from ..gradients.waves import deliver
 from ..links.frames import GRADIENTS, LONE, REQUEST, RESPONSE, Frame
 from ..links.ring import Link
 from ..message.tensors import Outgoing, traffic
@@ -124,7 +125,7 @@ class Calls:
         begin, (flags, future, *_) = monotonic_ns(), more
         pending = request(link, function, args, kwargs, limit, *more)
         end = monotonic_ns()
-        bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
+        bytes_sent, self.message.bytes = self.message.bytes or _short(args[1] if function is deliver else args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
         self.note("sent", self.rank, pending.call, begin, end, *what)
         return pending
@@ -180,7 +181,11 @@ class Calls:
         serving = self.message.serving
         if serving is not None and serving.key == (request.link.rank, request.call):
             serving.returned = serving.returned or begin
-        short, error = (_short(answer), "") if isinstance(answer, list) else ({}, type(answer).__name__)
+        short, error = {}, ""
+        if isinstance(answer, BaseException):
+            error = type(answer).__name__
+        else:
+            short = _short(answer[0][1] if request.frame.kind == GRADIENTS else answer)
         reply(request, answer)
         if error and request.rref is not None:
             return  # it has replied without one
