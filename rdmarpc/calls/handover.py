@@ -56,7 +56,8 @@ class Handovers:
         self._device = device
         self._boards: dict[Channel, _Board] = {}
         self._limit = device.arena.limit // 4
-        self._outstanding = 0
+        self.outstanding = 0
+        """Bytes handed over and not released yet."""
         self._lock = threading.Lock()
         self.nbytes = 0
         """Bytes handed over, ever."""
@@ -72,11 +73,11 @@ class Handovers:
                 except ArenaFull:  # the result is copied, from where it lies
                     return None
             self._sweep(board)
-            if not board.free or self._outstanding + block.nbytes > self._limit:
+            if not board.free or self.outstanding + block.nbytes > self._limit:
                 return None
             word = board.free.pop()
             board.given[word] = run, block.nbytes
-            self._outstanding += block.nbytes
+            self.outstanding += block.nbytes
             self.nbytes += run.nbytes
             kernels.store(board.address + _WORD_BYTES * word, 1)
         device, segment = self._device, block.segment
@@ -84,22 +85,17 @@ class Handovers:
         place = RemoteRegion(device.uid, device.epoch, segment.number, segment.key, offset, run.nbytes)
         return place.dump() + board.places[word]
 
-    @property
-    def outstanding(self) -> int:
-        """Bytes handed over and not released yet."""
-        return self._outstanding
-
     def sweep(self) -> None:
         """Take back what was released."""
         with self._lock:
             for channel, board in list(self._boards.items()):
                 self._sweep(board)
                 if channel.error is not None and (not board.given or channel.peer_ended()):
-                    self._outstanding -= sum(nbytes for _, nbytes in board.given.values())
+                    self.outstanding -= sum(nbytes for _, nbytes in board.given.values())
                     del self._boards[channel]
 
     def _sweep(self, board: _Board) -> None:
         for word in tuple(board.given):
             if kernels.load(board.address + _WORD_BYTES * word) == 0:
-                self._outstanding -= board.given.pop(word)[1]
+                self.outstanding -= board.given.pop(word)[1]
                 board.free.append(word)

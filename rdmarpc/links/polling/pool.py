@@ -86,10 +86,6 @@ class Pool:
         """The number of the calling thread in the pool; 0 if it is not one of the pool's."""
         return self._progress.here.pool
 
-    def others_run(self, besides: set[int]) -> bool:
-        """Whether functions run on threads of the pool other than these (by ``slot``)."""
-        return bool(self.running - besides)
-
     def submit(self, job: Job) -> None:
         """Have the pool run ``job`` soon."""
         self.jobs.append(job)
