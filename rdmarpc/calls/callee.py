@@ -255,6 +255,8 @@ class Callee:
         if streams is not None:
             streams.begin()
         frame = answering.frame
+        args: tuple[Any, ...]
+        kwargs: dict[str, Any]
         try:
             if frame.kind == REQUEST and frame.flags & (LONE | HEAD) == LONE:
                 at = frame.function
@@ -402,7 +404,7 @@ class Callee:
         if answering.rref is not None:
             self.rrefs.store.fulfil(answering.rref, result)
             result = None
-        flags, name, payload, message, known = answering.frame.flags & CONTROL, b"", b"", 0, None
+        flags, name, payload, message = answering.frame.flags & CONTROL, b"", b"", 0
         try:
             if context is not None:
                 result = unbound(result)
@@ -410,7 +412,8 @@ class Callee:
                 name, result = result
                 result = (result[0] if len(result) == 1 else tuple(result)) if result else None
             whole = type(result) is torch.Tensor and travels(result)
-            if whole and (known := as_it_lies(result)) is not None and known.nbytes <= INLINE_BYTES:
+            known = as_it_lies(result) if whole else None
+            if known is not None and known.nbytes <= INLINE_BYTES:
                 flags |= LONE | FLAT
                 data = string_at(result.data_ptr(), known.nbytes)
                 if context is not None:

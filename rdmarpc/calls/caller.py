@@ -217,7 +217,7 @@ class Caller:
             kind, label, (name, args) = GRADIENTS, _GRADIENTS, args
         else:
             name = label = serialize.reference(function) or b""
-        only = args[0] if name and len(args) == 1 and not kwargs else None
+        only: Any = args[0] if name and len(args) == 1 and not kwargs else None
         if type(only) is torch.Tensor and travels(only):
             known = as_it_lies(only)
             if known is not None and known.nbytes <= INLINE_BYTES:

@@ -148,7 +148,7 @@ class Outstanding:
 class Future(Awaitable):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
-    done = torch._C.Future.done
+    done: Any = torch._C.Future.done
     has_callbacks = False
     unforeseen = False
     """The result has tensors on GPUs, which this object does not know of. They are there."""

@@ -181,7 +181,8 @@ class Calls:
         serving = self.message.serving
         if serving is not None and serving.key == (request.link.rank, request.call):
             serving.returned = serving.returned or begin
-        short, error = {}, ""
+        short: dict[str, int] = {}
+        error = ""
         if isinstance(answer, BaseException):
             error = type(answer).__name__
         else:
