@@ -54,6 +54,7 @@ from ..links.post import Post, tell
 from ..links.reads import AWAY, Fetch
 from ..links.ring import Link, Room
 from ..message import script, serialize
+from ..message.arrays import Arrived
 from ..message.layout import travels
 from ..message.tensors import (
     HANDED,
@@ -492,7 +493,10 @@ class Caller:
             value = serialize.load_flat_one(payload, tensors)
         else:
             try:
-                value = serialize.loads(payload, tensors, references, parts)
+                arrived: list[Arrived] = []
+                value = serialize.loads(payload, tensors, references, parts, arrived)
+                if arrived and pending.future is not None:
+                    pending.future.arrays = arrived
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
         if head.message:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -28,11 +31,13 @@ def why_not() -> str:
 
 @functools.cache
 def load() -> None:
-    """Have the GPU in this process."""
+    """Have the GPU in this process; where it is software, with ``SOFTCUPY`` in the environment, a stand-in of cupy, too."""
     if TYPE == "softgpu":
         import softgpu
 
         softgpu.load()
+        if os.environ.get("SOFTCUPY"):
+            sys.path.append(str(Path(__file__).with_name("softcupy")))
         return
     torch.backends.cudnn.deterministic = True  # tests compare bits
 
