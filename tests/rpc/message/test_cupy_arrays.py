@@ -95,7 +95,7 @@ def arguments_and_results(rank: int) -> Any:
         ):
             for back in (rpc.rpc_sync("worker1", identity, (array,)), rpc.rpc_async("worker1", identity, (array,)).wait()):
                 assert type(back) is cupy.ndarray and same(back, array)
-                assert back.strides == array.strides or array.strides == (12,)  # gathered, as of a tensor
+                assert back.strides == array.strides
         back = rpc.rpc_sync("worker1", identity, (ramp[::-1],))
         assert (back.get() == np.arange(1000)[::-1]).all()
         things = {
@@ -118,9 +118,8 @@ def arguments_and_results(rank: int) -> Any:
 
 def test_arrays_go_from_gpu_to_gpu_as_arrays() -> None:
     here, there = run(arguments_and_results)[0]
-    assert here["gpu_bytes_direct"] > 50_000 and there["gpu_bytes_direct"] > 50_000
-    gathered = 2 * 334 * 4  # once for each call, of an array with gaps
-    assert here["bytes_staged"] == there["bytes_staged"] == gathered
+    assert here["gpu_bytes_direct"] > 40_000 and there["gpu_bytes_direct"] > 40_000
+    assert here["bytes_staged"] == there["bytes_staged"] == 0
 
 
 def mapped(rank: int) -> None:
