@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ..transport.gpu import driver
-from ..transport.gpu.events import Event
-from ..transport.region import as_tensor
+from ..transport import Event, as_tensor
+from ..transport import cuda_driver as driver
 from . import gpu, permits
 from .incoming import beside
 
