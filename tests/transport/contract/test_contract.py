@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -524,3 +525,24 @@ def test_unknown_devices() -> None:
     for name in ("", "infiniband", "shm://here"):
         with pytest.raises(NotSupported, match="shm"):
             transport.open_device(name)
+
+
+def test_arrays_of_numpy_are_copied_as_tensors_are(pair: Pair) -> None:
+    source, into = np.full(1000, C, np.uint8), np.zeros(1000, np.uint8)
+    theirs = filled(pair.b, 1000, 0)
+    pair.ab.memcpy(pair.remote(theirs), source).wait(T)
+    assert all_are(theirs, C)
+    pair.ab.memcpy(into, pair.remote(theirs)).wait(T)
+    assert (into == C).all()
+    with pytest.raises(ValueError, match="contiguous"):
+        pair.ab.memcpy(pair.remote(theirs), np.zeros(2000, np.uint8)[::2])
+    with pytest.raises(ValueError, match=r"an array that torch\.from_dlpack takes, or a Region, got builtins\.bytes"):
+        pair.ab.memcpy(pair.remote(theirs), bytes(1000))  # type: ignore[arg-type]
+
+
+def test_an_array_of_numpy_is_registered(pair: Pair) -> None:
+    array = np.full(1000, S, np.uint8)
+    into = filled(pair.a, 1000, 0)
+    with pair.b.register(array) as region:
+        pair.ab.memcpy(into, RemoteRegion.load(region.export())).wait(T)
+    assert all_are(into, S)
