@@ -11,7 +11,7 @@ from ..errors import NotSupported, RdmaError
 from ..notify import wait_done
 from ..words import completions, kernels
 from ..words import layout as at
-from .provider import QueuePair
+from .native import QueuePair
 from .status import error_of
 
 _REQUEST = struct.Struct("<QQQiIIIQI")

@@ -12,7 +12,8 @@ import numpy as np
 from ..sandboxed import naming
 from ..words import completions, kernels
 from ..words import layout as at
-from .provider import CompletionQueue, Context, DeviceAttr, QueuePair, SharedReceiveQueue
+from .attributes import DeviceAttr
+from .native import CompletionQueue, Context, QueuePair, SharedReceiveQueue
 
 LANES = 1 << 13
 """Queue pairs that a device can have."""
@@ -44,7 +45,7 @@ class Queues:
 
     def pair(self, port: int) -> QueuePair:
         """A new queue pair on that port."""
-        return self._context.queue_pair(self._cq, self._srq, port=port, depth=self.sends, max_sge=1, max_inline=_INLINE)
+        return self._context.queue_pair(self._cq, self._srq, port=port, depth=self.sends, max_inline=_INLINE)
 
     def wait(self, limit_ns: int) -> bool:
         """Serve the completion channel for ``limit_ns``. Returns whether ``wake`` was called or something failed."""

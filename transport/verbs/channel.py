@@ -21,7 +21,7 @@ from ..device import Device
 from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
 from ..memory.mapping import anonymous
 from ..nic.lane import Lane, Probe
-from ..nic.provider import QueuePair
+from ..nic.native import QueuePair
 from ..notify import Expectation
 from ..peers.guard import Guard, broken_by
 from ..peers.heartbeat import goodbye

@@ -30,7 +30,7 @@ from ..listening import ListeningDevice
 from ..memory.arena import PINNED_SEGMENT_BYTES, Pool, Segment
 from ..nic import choice, endpoint, ports
 from ..nic.endpoint import Endpoint
-from ..nic.provider import QueuePair
+from ..nic.native import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback

@@ -32,7 +32,8 @@ from ..gpu.events import NOT_READY, Event
 from ..gpu.pins import Pins
 from ..memory.arena import Block
 from ..memory.memory import Memory
-from ..nic.provider import REMOTE_WRITE, Context, MemoryRegion
+from ..nic.attributes import REMOTE_WRITE
+from ..nic.native import Context, MemoryRegion
 from ..notify import Count, Expectation, Poller
 from ..peers.guard import Guard
 from ..region import local_bytes

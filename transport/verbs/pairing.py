@@ -7,8 +7,8 @@ import secrets
 from ..errors import NotSupported
 from ..nic import endpoint
 from ..nic.endpoint import Endpoint
+from ..nic.native import QueuePair
 from ..nic.ports import Port
-from ..nic.provider import QueuePair
 from ..nic.queues import Queues
 from .control import Setup
 from .watch import Watch

@@ -11,7 +11,8 @@ from ..gpu import driver
 from ..gpu.arena import GpuArena
 from ..memory.arena import READ, Pool, Segment
 from ..memory.memory import Memory
-from ..nic.provider import LOCAL, REMOTE_READ, REMOTE_WRITE, Context, MemoryRegion
+from ..nic.attributes import LOCAL, REMOTE_READ, REMOTE_WRITE
+from ..nic.native import Context, MemoryRegion
 from .control import LANDING, REGION, SEGMENT
 from .gpu import GpuMemory
 

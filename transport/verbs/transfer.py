@@ -24,7 +24,7 @@ from ..channel import DONE, Pair, Transfer, Window, Work
 from ..errors import RdmaError, RemoteAccessError, fresh
 from ..memory.arena import Arena, Block
 from ..nic.lane import Chain, Lane
-from ..nic.provider import MemoryRegion
+from ..nic.native import MemoryRegion
 from ..region import RemoteRegion, local_bytes
 from ..words import completions, kernels
 from ..words import layout as at

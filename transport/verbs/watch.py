@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
-from ..nic.provider import Context
+from ..nic.native import Context
 from ..nic.queues import Queues
 from ..nic.status import EVENT_MEANINGS
 from ..peers.ended import nobody
