@@ -18,7 +18,7 @@ from .channel import Channel
 from .device import Device
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory.arena import Pool
-from .peers.guard import Guard, broken_by
+from .peers.guard import broken_by
 from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
 from .peers.service import Service
 from .timeouts import of_socket
@@ -35,20 +35,8 @@ class ListeningDevice(Device):
 
     _service: Service
     _tls: Tls | None = None
-
-    def _listen_on(self, listener: socket.socket, guard: Guard, **more: Any) -> None:
-        """Make the service, which is still to be started. ``more``: as for ``Service``."""
-        self._service = Service(
-            self.name,
-            listener,
-            self._looks,
-            welcome=self._welcome,
-            hear=self._hear,
-            look=self._look,
-            lost=self.lost,
-            guard=guard,
-            **more,
-        )
+    linger_s = 0.0
+    """How long (s) the end waits for the peers to hang up, too."""
 
     # -- by a device, on the thread of the service (``Service``)
 
@@ -57,6 +45,13 @@ class ListeningDevice(Device):
 
     def _look(self, channel: Any, seconds: float) -> None:
         raise NotImplementedError
+
+    def _flush(self, channel: Any) -> None:
+        """There is room to send, which this channel has waited for."""
+
+    def _admits(self, sock: socket.socket) -> bool:
+        """Whether a peer may connect at all, as far as the system shows that at once."""
+        return True
 
     # -- by a device, for two ends that meet
 
@@ -73,7 +68,7 @@ class ListeningDevice(Device):
 
     def _answer(self, sock: socket.socket, ours: Any, channel: Any) -> None:
         """Send our setup to one that connected. ``greet`` may publish the channel: what others post on it comes after."""
-        self._send_setup(sock, ours, _checked(self.door.greet(channel)))
+        self._send_setup(sock, ours, checked(self.door.greet(channel)))
 
     def _adopt(self, channel: Any) -> None:
         """Serve a channel from now on. ``PeerLost`` if the device was closed meanwhile."""
@@ -116,12 +111,14 @@ class ListeningDevice(Device):
 
     def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> Channel:
         """All after the proof, on the side that connects."""
-        with self._service.handshakes.limited(sock, deadline), self._offer(sock) as ours:
-            self._send_setup(sock, ours, _checked(hello))
-            channel = self._receive_setup(sock, ours)
-        self.door.know(channel, channel.peer_uid, key)
-        channel.own_pool = pool
-        self._adopt(channel)
+        with contextlib.ExitStack() as stack:
+            with self._service.handshakes.limited(sock, deadline):
+                ours = stack.enter_context(self._offer(sock))
+                self._send_setup(sock, ours, checked(hello))
+                channel = self._receive_setup(sock, ours)
+            self.door.know(channel, channel.peer_uid, key)
+            channel.own_pool = pool
+            self._adopt(channel)
         return channel
 
     def _prove(self, sock: socket.socket, *, initiator: bool, deadline: float, expect: str = "") -> tuple[socket.socket, bytes]:
@@ -163,7 +160,8 @@ class ListeningDevice(Device):
         return proven
 
 
-def _checked(hello: bytes) -> bytes:
+def checked(hello: bytes) -> bytes:
+    """Raises ``ValueError`` for one that is too long."""
     if len(hello) > MAX_HELLO:
         raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
     return hello

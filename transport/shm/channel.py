@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from ..channel import DONE, Channel, Local, Pair, Parent, Transfer, Window, Work, check_notify, sort_pair
+from ..channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..peers.handed import credentials, received
 from ..peers.heartbeat import Beats, goodbye
@@ -73,22 +73,16 @@ def _answers(pid: int) -> bool:
         return True
 
 
-class Home(Parent, Protocol):
-    """The part of a device that its channels use."""
-
-    def forget(self, channel: ShmChannel) -> None:
-        """A channel has ended: stop watching it, and close its socket."""
-
-
 class ShmChannel(Channel):
     """See the contract in ``channel``. Copies of what is mapped are done when the call returns."""
 
-    device: Home
+    device: Any
+    """The ``ShmDevice``."""
     can_adopt = True
 
     def __init__(
         self,
-        device: Home,
+        device: Any,
         sock: socket.socket,
         inboxes: Inboxes,
         identity: tuple[int, int],

@@ -33,6 +33,7 @@ from ..memory.mapping import mapped, memfd
 from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
 from ..peers.heartbeat import Heart
+from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
 from ..sandboxed import naming, processors
 from ..words import kernels
@@ -121,7 +122,7 @@ class ShmDevice(ListeningDevice):
                 listener.listen(128)
             credentials(listener)
             self._attach()
-            self._listen_on(listener, self._guard, admits=_same_user)
+            self._service = Service(self, listener, self._guard)
             self._service.start()
             undo.pop_all()
 
@@ -250,6 +251,9 @@ class ShmDevice(ListeningDevice):
             channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"), SILENT)
         if channel.broke:  # just now, or as somebody sent
             self._finish(channel)
+
+    def _admits(self, sock: socket.socket) -> bool:
+        return _same_user(sock)
 
     def _hear(self, channel: ShmChannel) -> None:
         if not channel.receive():

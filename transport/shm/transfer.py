@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from ..channel import DONE, Mapped, Transfer, Window, Work
-from ..errors import RdmaError
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
-from .inbox import Inboxes, Requests, WorkRequest
-from .memory import PeerMemory
+from .inbox import WorkRequest
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Bound in place of a tensor that was let go of."""
-
-
-class Posting(Protocol):
-    """The part of a channel that a post uses."""
-
-    inboxes: Inboxes
-    requests: Requests
-    peer_memory: PeerMemory
-
-    def check(self) -> None: ...
-
-    def ended(self) -> RdmaError:
-        """The reason why the channel has ended. Call it only after the end was found."""
-
-    def notify(self, imm: int) -> None: ...
 
 
 class PreparedRequest(WorkRequest):
@@ -38,7 +21,7 @@ class PreparedRequest(WorkRequest):
 
     __slots__ = ("_channel",)
 
-    def __init__(self, channel: Posting, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, channel: Any, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
         self._channel = channel
         super().__init__(channel.inboxes, imm, copies)
         channel.requests.add(self)
@@ -49,7 +32,7 @@ class ShmTransfer(PreparedRequest, Transfer):
 
     __slots__ = ("_sides",)
 
-    def __init__(self, channel: Posting, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
+    def __init__(self, channel: Any, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
         self._sides = sides
         copies = []
         for address, tensor, write in sides:
@@ -81,7 +64,7 @@ class CmaTransfer(Transfer):
 
     __slots__ = ("__weakref__", "_channel", "_imm", "_pairs")
 
-    def __init__(self, channel: Posting, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
+    def __init__(self, channel: Any, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._channel, self._pairs, self._imm = channel, pairs, imm
 
     def post(self) -> Work:
@@ -126,7 +109,7 @@ class ShmWindow(PreparedRequest, Window):
 
     __slots__ = ("_local", "_remote", "_tensor")
 
-    def __init__(self, channel: Posting, remote: int, local: torch.Tensor, imm: int) -> None:
+    def __init__(self, channel: Any, remote: int, local: torch.Tensor, imm: int) -> None:
         super().__init__(channel, imm, ())
         self._remote, self._local, self._tensor = remote, local.data_ptr(), local
 
@@ -142,7 +125,7 @@ class ShmMapped(PreparedRequest, Mapped):
 
     __slots__ = ("_inflight", "memory", "whole")
 
-    def __init__(self, channel: Posting, whole: memoryview, start: int, nbytes: int) -> None:
+    def __init__(self, channel: Any, whole: memoryview, start: int, nbytes: int) -> None:
         super().__init__(channel, None, ())
         self.whole, self.memory, self._inflight = whole, whole[start : start + nbytes], 0
 

@@ -29,6 +29,7 @@ from ..peers.auth import receive_exactly
 from ..peers.guard import Guard
 from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
+from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
 from ..tls.stream import prepare
 from ..words import kernels
@@ -47,6 +48,8 @@ class TcpDevice(ListeningDevice):
     without a secret cannot listen anywhere else than on loopback.
     """
 
+    linger_s = _LINGER_S
+
     def __init__(self, place: str, options: DeviceOptions) -> None:
         super().__init__("tcp", options)
         self._tls = prepare(options.tls, self.secret, "tcp")
@@ -55,7 +58,7 @@ class TcpDevice(ListeningDevice):
             listener = undo.enter_context(self._listen(place))
             self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
             undo.callback(self._heart.stop)
-            self._listen_on(listener, Guard("rdmarpc-tcp"), flush=lambda channel: channel.outbox.flush(), linger_s=_LINGER_S)
+            self._service = Service(self, listener, Guard("rdmarpc-tcp"))
             self.memory.attach(self)
             self._service.start()
             undo.pop_all()
@@ -199,6 +202,9 @@ class TcpDevice(ListeningDevice):
     def _hear(self, channel: TcpChannel) -> None:
         if (error := channel.reader.receive()) is not None:
             self._finish(channel, channel.end(error))
+
+    def _flush(self, channel: TcpChannel) -> None:
+        channel.outbox.flush()
 
     def _look(self, channel: TcpChannel, seconds: float) -> None:
         """Give the peer up if nothing came of it for too long. Should it ever run again, it finds our goodbye."""

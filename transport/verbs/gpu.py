@@ -41,7 +41,7 @@ from . import gpudirect
 from .gpudirect import Decision, Refused
 
 if TYPE_CHECKING:
-    from ..gpu.behind import Behind, Poster
+    from ..gpu.behind import Behind
 
 WAIT_LIMIT_S = 60.0
 """How long ``wait`` does."""
@@ -254,7 +254,7 @@ class GpuMemory:
 
     # -- order
 
-    def behind(self, channel: Poster, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
+    def behind(self, channel: Any, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
         """Have ``post`` called when what the current streams of these GPUs have been given is done, and what was posted from
         the first of them before. ``None``: that is so now, and the caller posts. ``RdmaError`` where a GPU has failed."""
         if driver.capturing():

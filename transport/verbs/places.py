@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import RemoteAccessError
 from ..peers.questions import Questions
@@ -19,12 +19,6 @@ Place = tuple[int, int]
 """Address and rkey of remote memory."""
 
 
-class User(Protocol):
-    """A transfer that was prepared for a region that the peer may withdraw."""
-
-    def revoke(self, why: str) -> int: ...
-
-
 class Places:
     """The announced memory of one channel's peer. Any thread looks places up; the thread that hears the peer enters them."""
 
@@ -33,7 +27,7 @@ class Places:
         self.peer, self._identity = peer, identity
         self._questions, self._send = questions, send
         self.known: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
-        self._foreign: dict[int, weakref.WeakSet[User]] = {}  # regions that may go, and what was prepared for them
+        self._foreign: dict[int, weakref.WeakSet[Any]] = {}  # regions that may go, and what was prepared for them
         self._lock = threading.Lock()
 
     def refusal(self, why: str) -> RemoteAccessError:
@@ -74,7 +68,7 @@ class Places:
         """Whether that region stays for the channel's life."""
         return remote.region not in self._foreign
 
-    def use(self, user: User, remotes: Iterable[RemoteRegion]) -> None:
+    def use(self, user: Any, remotes: Iterable[RemoteRegion]) -> None:
         """Have ``user`` revoked if one of these regions is withdrawn. Raises ``RemoteAccessError`` if one was meanwhile."""
         with self._lock:
             for remote in remotes:
