@@ -159,19 +159,9 @@ class VerbsDevice(ListeningDevice):
                     self.lost(channel, error)
         self.local.forget(number)
 
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        *,
-        dtype: torch.dtype | None = None,
-        writable: bool = False,
-        device: torch.device | str | None = None,
-    ) -> torch.Tensor:
-        """As for any device; with ``device`` an ordinary tensor on that GPU, which ``register`` shares."""
-        if device is None or torch.device(device).type == "cpu":
-            return super().empty(shape, dtype=dtype, writable=writable)
-        self.check()
-        return torch.empty(shape, dtype=dtype, device=device)
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        """An ordinary tensor, which ``register`` shares."""
+        return torch.empty(sizes, dtype=dtype, device=place)
 
     def register(self, tensor: torch.Tensor) -> Region:
         """As ``Device.register``; also registers GPU memory, for the peers of this device. It returns when the work that the

@@ -44,7 +44,7 @@ from .atomics import (
 )
 from .compiled import compiled
 from .signals import signal
-from .symbols import CFunction, i32, i64, not_compiled, operation
+from .symbols import CFunction, Operation, i32, i64
 
 _poll_fds = CFunction("poll", i32(i64, i64, i32))
 _eventfd_write = CFunction("eventfd_write", i32(i32, i64))
@@ -110,24 +110,12 @@ ENDED = 1 << 62
 """The value of ``LANE_COMPLETED`` when the lane ends, so that every wait on it returns."""
 OPEN, SHUT = 0, 1
 """``LANE_CLOSED``: posts are taken; never again."""
-
-
-@operation
-def u32(address: int) -> int:
-    """The 32-bit word at this address."""
-    not_compiled()
-
-
-@operation
-def be32(address: int) -> int:
-    """The 32-bit word in network order at this address."""
-    not_compiled()
-
-
-@operation
-def set_u32(address: int, value: int) -> None:
-    """Set the 32-bit word at this address."""
-    not_compiled()
+u32 = Operation("u32", "address")
+"""The 32-bit word at this address."""
+be32 = Operation("be32", "address")
+"""The 32-bit word in network order at this address."""
+set_u32 = Operation("set_u32", "address, value")
+"""Set the 32-bit word at this address."""
 
 
 @compiled(i64(i64))
