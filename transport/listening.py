@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from .device import Device
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory.arena import Pool
 from .peers.guard import broken_by
-from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
+from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
+from .peers.heartbeat import Heart
 from .peers.service import Service
 from .timeouts import of_socket
 from .tls.stream import authenticated
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tls.handshake import Tls
 
 MAX_HELLO = 64 << 10
+_TLS_LINGER_S = 1.0  # for peers to take what is sealed already
 
 
 class ListeningDevice(Device):
@@ -35,6 +36,9 @@ class ListeningDevice(Device):
 
     _service: Service
     _tls: Tls | None = None
+    _heart: Heart
+    _others = ""
+    """What to use for peers that cannot be reached."""
     linger_s = 0.0
     """How long (s) the end waits for the peers to hang up, too."""
 
@@ -80,20 +84,22 @@ class ListeningDevice(Device):
 
     # -- the one that connects
 
-    def _reach(
-        self,
-        dial: Callable[[float], socket.socket],
-        where: str,
-        uid: str,
-        *,
-        hello: bytes,
-        timeout: float,
-        pool: Pool | None,
-    ) -> Channel:
-        """See ``connect``. ``dial(seconds)`` makes a connection to ``where``, ``uid`` has to be the peer's."""
+    def _where(self, peer: str) -> tuple[str, str]:
+        """Where a peer with this address listens, and its uid."""
+        raise NotImplementedError
+
+    def _dial(self, where: str, timeout: float) -> socket.socket:
+        return dial(where, timeout, device=self.name)
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
+        self.check()
+        if why := self.why_not(peer):
+            raise NotSupported(f"{self.name} cannot reach {peer!r}: {why}", device=self.name, hint=self._others)
+        where, uid = self._where(peer.decode("ascii", "replace"))
         deadline = time.monotonic() + of_socket(timeout)
         try:
-            sock, key = reach(dial, partial(self._prove, initiator=True, deadline=deadline, expect=uid), deadline)
+            prove = partial(self._prove, initiator=True, deadline=deadline, expect=uid)
+            sock, key = reach(partial(self._dial, where), prove, deadline)
             try:
                 return self._meet(sock, key, hello, deadline, pool)
             except BaseException:
@@ -158,6 +164,19 @@ class ListeningDevice(Device):
         proven = self._prove(came, initiator=False, deadline=time.monotonic() + HANDSHAKE_S)
         self._service.handshakes.proven(came)
         return proven
+
+    # -- the end
+
+    def _forked(self) -> None:
+        for channel in list(self._channels):
+            channel.sock.close()
+        self._service.drop()
+
+    def _shut(self) -> None:
+        self._service.stop()
+        if self._tls is not None:
+            self._tls.close(_TLS_LINGER_S)
+        self._heart.stop()
 
 
 def checked(hello: bytes) -> bytes:

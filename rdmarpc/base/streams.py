@@ -20,8 +20,7 @@ import torch
 
 from ..transport import RdmaError
 from ..transport.gpu import driver
-from ..transport.gpu.events import Event
-from ..transport.gpu.stream_pool import StreamPool
+from ..transport.gpu.events import Event, StreamPool
 
 Place = tuple[int, int]
 """A stream: index of its device, the driver's handle."""

@@ -15,15 +15,14 @@ import torch.distributed as dist
 
 from ..options import RpcBackendOptions
 from ..transport import NotSupported, RdmaError, TransferTimeout, timeouts
-from . import calls, sparse
+from . import calls
 from .engine import Engine
 from .meeting import Ranks
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
-from .staging import Ends, Staging
+from .staging import Ends, Staging, check, check_apart, check_own, plain, split, unwrapped, writing
 from .sums import sum_of
 from .table import Made, Tensors, collective, written
-from .tensors import check, check_apart, check_own, plain, split, unwrapped, writing
 
 OF_GROUP = "the timeout of a process group"
 
@@ -160,7 +159,7 @@ class Collectives(_Group):
             return calls.all_reduce(tensor, sum_of(opts.reduceOp, tensor.dtype)), [tensor], None, (), True
         ends = Ends(self.staging)
         if tensor.layout is torch.sparse_coo and tensor.is_cpu:
-            return sparse.all_reduce(tensor, opts.reduceOp), [tensor], ends, (), True
+            return calls.all_reduce_sparse(tensor, opts.reduceOp), [tensor], ends, (), True
         return self._summed(ends, tensor, opts), [tensor], ends, (), True
 
     def _summed(self, ends: Ends, tensor: torch.Tensor, opts: Any) -> calls.Run:

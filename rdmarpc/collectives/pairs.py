@@ -20,10 +20,9 @@ from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
 from .engine import aside
 from .meeting import Ranks, has_left
-from .order import Orders
-from .queue import Work, nothing
+from .queue import Orders, Work, nothing
 from .signature import Mismatch, Signature, code_of
-from .tensors import writing
+from .staging import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
 _PLANS = 256

@@ -28,8 +28,7 @@ from ..words.completions import asleep, awake, poll
 from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, copy_past_caches
 from ..words.symbols import i64, inline
 from . import layout as w
-from .pieces import add_up, arrived, awaited, left, push, take
-from .reduction import sum_step
+from .pieces import add_up, arrived, awaited, left, push, sum_step, take
 
 _PAUSES = 64
 _CROWDED_NS = 50_000

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import NotSupported, RdmaError
-from ..memory import attach
+from ..memory import mapping
 from ..words import layout as at
 from .attributes import LOCAL, REMOTE_READ, REMOTE_WRITE, DeviceAttr, PortAttr, Route
 from .ibverbs import Ibverbs
@@ -58,7 +58,7 @@ def peek(address: int, nbytes: int) -> bytes | None:
     """A copy of our own memory there, or ``None`` where there is none."""
     buffer = ctypes.create_string_buffer(nbytes)
     try:
-        attach.transfer(os.getpid(), ctypes.addressof(buffer), address, nbytes, write=False)
+        mapping.transfer(os.getpid(), ctypes.addressof(buffer), address, nbytes, write=False)
     except NotSupported:
         raise NotSupported(
             "this system does not let a process ask for its own memory (process_vm_readv), so native queues cannot be found",

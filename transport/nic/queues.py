@@ -1,19 +1,25 @@
 """The queues that all queue pairs of a ``verbs`` device share, and its port block: the words from which the loops of
-``words/completions`` know the device, laid out as ``PORT_*`` there."""
+``words/completions`` know the device, laid out as ``PORT_*`` there; and a queue pair as its posters see it (``Lane``): its
+words, the work requests posted on it, and the waits."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import struct
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..errors import NotSupported, RdmaError
+from ..notify import wait_done
 from ..sandboxed import naming
 from ..words import completions, kernels
 from ..words import layout as at
 from .attributes import DeviceAttr
 from .native import CompletionQueue, Context, QueuePair, SharedReceiveQueue
+from .status import error_of
 
 LANES = 1 << 13
 """Queue pairs that a device can have."""
@@ -106,3 +112,143 @@ class PortBlock:
 def operation(context: Context, offset: int) -> int:
     """Address of one of a context's operations."""
     return int(ctypes.c_uint64.from_address(context.address + offset).value)
+
+
+_REQUEST = struct.Struct("<QQQiIIIQI")
+_ELEMENT = struct.Struct("<QII")
+_NO_PATH = "is UDP port 4791 open between the hosts, are both in one routed RoCE or InfiniBand network? try ib_write_bw"
+
+
+class Lane:
+    """The sending side of one queue pair, and its words. Any thread. The channel that owns it closes the queue pair; the words
+    stay for as long as a thread may look at them."""
+
+    __slots__ = ("__weakref__", "_words", "address", "chain_max", "depth", "max_inline", "peer", "port", "qp")
+
+    def __init__(self, qp: QueuePair, port: int, records: int, post_send: int, peer: str) -> None:
+        self.qp, self.port, self.peer = qp, port, peer
+        self.depth, self.max_inline = qp.depth, qp.max_inline
+        self.chain_max = max(qp.depth // 2, 1)
+        """Requests of a chain, at most: one may be posted while another is under way."""
+        words = self._words = np.zeros(completions.LANE_WORDS, np.int64)
+        self.address = words.ctypes.data
+        words[completions.LANE_DEPTH] = qp.depth
+        words[completions.LANE_QP] = qp.address
+        words[completions.LANE_POST_SEND] = post_send
+        words[completions.LANE_RECORDS] = records
+
+    @property
+    def posted(self) -> int:
+        """Work requests, ever."""
+        return kernels.load(self.address + 8 * completions.LANE_POSTED)
+
+    @property
+    def reached(self) -> int:
+        """How many of them are done."""
+        return kernels.load(self.address + 8 * completions.LANE_REACHED)
+
+    @property
+    def stats(self) -> tuple[int, int]:
+        """Posts and payload bytes."""
+        return int(self._words[completions.LANE_POSTS]), int(self._words[completions.LANE_BYTES])
+
+    def failure(self) -> RdmaError | None:
+        """The first completion that was an error, by name; ``None`` if there was none."""
+        vendor = kernels.load(self.address + 8 * completions.LANE_VENDOR)
+        status = kernels.load(self.address + 8 * completions.LANE_STATUS)
+        return error_of(status, peer=self.peer, vendor_err=vendor) if status else None
+
+    def passed(self, seq: int) -> bool:
+        """Whether ``seq`` is done, or the lane has ended."""
+        return kernels.load(self.address) >= seq
+
+    def wait(self, seq: int, timeout: float | None) -> None:
+        """Wait until ``passed(seq)``. Raises ``TransferTimeout``."""
+        wait_done(self.address, seq, timeout, self.port, peer=self.peer, device="verbs")
+
+    def wait_for_room(self, count: int, limit_ns: int = kernels.SLICE_NS) -> None:
+        """Wait until ``count`` more requests fit, or ``limit_ns`` have passed."""
+        kernels.wait_count(self.address, self.posted + count - self.depth, kernels.SPIN, limit_ns, self.port)
+
+    def end(self) -> None:
+        """Refuse all later posts, and let every wait return."""
+        completions.end_lane(self.address)
+
+    def shut(self) -> None:
+        """In a forked child, refuse all later posts."""
+        kernels.store(self.address + 8 * completions.LANE_CLOSED, completions.SHUT)
+
+    def seen(self) -> bool:
+        """Whether anything was completed since the last call."""
+        word = self.address + 8 * completions.LANE_SEEN
+        if not kernels.load(word):
+            return False
+        kernels.store(word, 0)
+        return True
+
+    def count_not(self) -> None:
+        """The last post was nobody's."""
+        kernels.add(self.address + 8 * completions.LANE_POSTS, -1)
+
+
+class Chain:
+    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address,
+    rkey, bytes, imm)."""
+
+    __slots__ = ("_elements", "_memory", "address", "count", "nbytes", "words")
+
+    def __init__(self, requests: Sequence[tuple[int, int, int, int, int, int, int, int]]) -> None:
+        self.count = len(requests)
+        self._memory = np.zeros(self.count * at.SEND_WR_BYTES, np.uint8)
+        self._elements = np.zeros(max(self.count, 1) * at.SGE_BYTES, np.uint8)
+        first, first_element = self._memory.ctypes.data, self._elements.ctypes.data
+        memory, elements = memoryview(self._memory), memoryview(self._elements)
+        self.nbytes = 0
+        for index, (opcode, flags, address, lkey, remote, rkey, nbytes, imm) in enumerate(requests):
+            last = index == self.count - 1
+            here = index * at.SEND_WR_BYTES
+            following = 0 if last else first + here + at.SEND_WR_BYTES
+            element = first_element + index * at.SGE_BYTES
+            flags |= at.SEND_SIGNALED if last else 0
+            order = int.from_bytes(imm.to_bytes(4, "little"), "big")
+            _REQUEST.pack_into(memory, here, 0, following, element, int(nbytes > 0), opcode, flags, order, remote, rkey)
+            _ELEMENT.pack_into(elements, index * at.SGE_BYTES, address, nbytes, lkey)
+            self.nbytes += nbytes
+        self.words = np.zeros(completions.CHAIN_WORDS, np.int64)
+        self.words[:] = first, first + (self.count - 1) * at.SEND_WR_BYTES, self.count, self.nbytes
+        self.address = self.words.ctypes.data
+
+    def point(self, index: int, address: int, lkey: int) -> None:
+        """Have request ``index`` take its local bytes from there."""
+        here = index * at.SGE_BYTES
+        self._elements[here : here + 8].view(np.uint64)[0] = address
+        self._elements[here + at.SGE_LKEY : here + at.SGE_LKEY + 4].view(np.uint32)[0] = lkey
+
+
+class Probe:
+    """A WRITE of no bytes, which only the peer's adapter has to acknowledge."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._chain = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
+
+    def prove(self, timeout: float, ended: Callable[[], RdmaError]) -> None:
+        """Check that RDMA packets go to the peer and back. Raises ``NotSupported`` if they do not, after about two seconds,
+        ``TransferTimeout``, and ``ended()`` if nothing can be posted any more."""
+        lane = self._lane
+        seq = completions.post(lane.address, self._chain.address)
+        if seq <= 0:
+            raise ended()
+        lane.count_not()
+        lane.wait(seq, timeout)
+        if lane.reached < seq:
+            error = lane.failure() or ended()
+            why = f"no RDMA packet comes back from {lane.peer}: {error.message}"
+            raise NotSupported(why, peer=lane.peer, device="verbs", status=error.status, hint=_NO_PATH)
+
+    def keep_alive(self) -> None:
+        """Make the peer's adapter acknowledge a WRITE of no bytes if the lane is idle. If it does not, the retries run out."""
+        lane = self._lane
+        idle = not lane.seen() and lane.posted == lane.reached
+        if idle and completions.post(lane.address, self._chain.address) > 0:
+            lane.count_not()

@@ -17,7 +17,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +26,8 @@ from ..channel import Channel
 from ..device import DeviceOptions, host_id
 from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
-from ..memory.arena import Pool, Segment
-from ..memory.attach import why_not
-from ..memory.mapping import mapped, memfd
+from ..memory.arena import Segment
+from ..memory.mapping import mapped, memfd, why_not
 from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
 from ..peers.heartbeat import Heart
@@ -39,8 +37,8 @@ from ..sandboxed import naming, processors
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
-from .inbox import INBOX_BYTES, Inboxes
 from .memory import Attach
+from .transfer import INBOX_BYTES, Inboxes
 
 _PROBE = struct.Struct("<Q")  # address of the probe word
 _SETUP = struct.Struct("<QIBI")  # uid, epoch, whether the peer's probe word could be read, length of the hello
@@ -105,6 +103,7 @@ class ShmDevice(ListeningDevice):
 
     kind = "shm"
     channel_type: type[ShmChannel] = ShmChannel
+    _others = "use auto, verbs or tcp"
 
     def __init__(self, options: DeviceOptions) -> None:
         if options.memory is not None and not options.memory.shared:
@@ -166,12 +165,12 @@ class ShmDevice(ListeningDevice):
             return "an address looks like shm:HOST:ID"
         return "" if fields[1] == host_id() else "the peer is on another host, or in another network namespace"
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self.check()
-        if why := self.why_not(peer):
-            raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
-        uid = peer.decode("ascii", "replace").split(":")[2]
-        return self._reach(partial(_dial, uid), uid, uid, hello=hello, timeout=timeout, pool=pool)
+    def _where(self, peer: str) -> tuple[str, str]:
+        uid = peer.split(":")[2]
+        return uid, uid
+
+    def _dial(self, where: str, timeout: float) -> socket.socket:
+        return _dial(where, timeout)
 
     @contextlib.contextmanager
     def _offer(self, sock: socket.socket) -> Iterator[_Offer]:
@@ -285,15 +284,6 @@ class ShmDevice(ListeningDevice):
             channel.socket_open = False
             channel.sock.close()
             self._retire(channel)
-
-    def _forked(self) -> None:
-        for channel in list(self._channels):
-            channel.sock.close()
-        self._service.drop()
-
-    def _shut(self) -> None:
-        self._service.stop()
-        self._heart.stop()
 
 
 def _admit(channel: ShmChannel, segment: Segment) -> None:

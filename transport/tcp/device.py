@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import socket
 import struct
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +22,9 @@ from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
-from ..memory.arena import Pool
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
 from ..peers.auth import receive_exactly
 from ..peers.guard import Guard
-from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
@@ -37,7 +34,6 @@ from .channel import TcpChannel
 from .wire import BEAT, END_BROKEN, END_SILENT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
-_LINGER_S = 1.0  # for the peers to hang up too, and to take what is sealed already
 
 
 class TcpDevice(ListeningDevice):
@@ -48,7 +44,7 @@ class TcpDevice(ListeningDevice):
     without a secret cannot listen anywhere else than on loopback.
     """
 
-    linger_s = _LINGER_S
+    linger_s = 1.0
 
     def __init__(self, place: str, options: DeviceOptions) -> None:
         super().__init__("tcp", options)
@@ -150,12 +146,9 @@ class TcpDevice(ListeningDevice):
         good = len(fields) >= 4 and fields[0] == "tcp" and fields[-2].isdigit()
         return "" if good else "an address looks like tcp:HOST:PORT:ID"
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self.check()
-        if why := self.why_not(peer):
-            raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
-        where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
-        return self._reach(partial(dial, where, device="tcp"), where, uid, hello=hello, timeout=timeout, pool=pool)
+    def _where(self, peer: str) -> tuple[str, str]:
+        where, _, uid = peer.removeprefix("tcp:").rpartition(":")
+        return where, uid
 
     def _send_setup(self, sock: socket.socket, ours: None, hello: bytes) -> None:
         sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello), int(self._looks.timeout * 1000)) + hello)
@@ -228,16 +221,3 @@ class TcpDevice(ListeningDevice):
         finally:
             if broke:
                 self.door.lost(channel, self.on_lost)
-
-    # -- the end
-
-    def _forked(self) -> None:
-        for channel in list(self._channels):
-            channel.sock.close()
-        self._service.drop()
-
-    def _shut(self) -> None:
-        self._service.stop()
-        if self._tls is not None:
-            self._tls.close(_LINGER_S)
-        self._heart.stop()

@@ -19,8 +19,8 @@ import torch
 from ..channel import Channel, Local, Pair, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
 from ..memory.mapping import anonymous
-from ..nic.lane import Lane, Probe
 from ..nic.native import QueuePair
+from ..nic.queues import Lane, Probe
 from ..notify import Expectation
 from ..peers.guard import broken_by
 from ..peers.heartbeat import goodbye
@@ -58,7 +58,7 @@ class VerbsChannel(Channel):
     def __init__(self, device: Any, stream: ControlStream, qp: QueuePair, peer: Setup) -> None:
         super().__init__(device)
         self.local: Registrations = device.local
-        self.stream = stream
+        self.stream, self.sock = stream, stream.sock
         self.peer_hello, self.peer_uid, self.peer_epoch = b"", peer.uid, peer.epoch
         self.patience_ms = peer.patience_ms
         self.max_msg_sz = min(device.max_msg_sz, peer.max_msg_sz)

@@ -21,15 +21,13 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..listening import ListeningDevice, checked
-from ..memory.arena import PINNED_SEGMENT_BYTES, Pool, Segment
+from ..memory.arena import PINNED_SEGMENT_BYTES, Segment
 from ..nic import choice, endpoint, ports
 from ..nic.endpoint import Endpoint
 from ..nic.native import QueuePair
@@ -37,7 +35,6 @@ from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
 from ..peers.guard import Guard
-from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import Region, local_bytes
@@ -51,7 +48,6 @@ from .gpu import FlushedPoller
 from .registrations import Announcement, Registrations
 from .watch import Watch
 
-_LINGER_S = 1.0
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
 _TIMEOUT, _RETRY_CNT = 16, 6
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
@@ -213,12 +209,9 @@ class VerbsDevice(ListeningDevice):
         except RdmaError as error:
             return error.message
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self.check()
-        if why := self.why_not(peer):
-            raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
-        where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
-        return self._reach(partial(dial, where, device="verbs"), where, uid, hello=hello, timeout=timeout, pool=pool)
+    def _where(self, peer: str) -> tuple[str, str]:
+        where, uid, _ = peer.removeprefix("verbs:").rsplit(":", 2)
+        return where, uid
 
     @contextlib.contextmanager
     def _offer(self, sock: socket.socket) -> Iterator[_Offer]:
@@ -337,20 +330,11 @@ class VerbsDevice(ListeningDevice):
 
     # -- the end
 
-    def _forked(self) -> None:
-        for channel in list(self._channels):
-            if isinstance(channel, VerbsChannel):
-                channel.stream.sock.close()
-        self._service.drop()
-
     def _shut(self) -> None:
         for channel in self.watch.channels():  # still in their handshake
             channel.end(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
-        self._service.stop()
+        super()._shut()
         self.watch.stop()
-        if self._tls is not None:
-            self._tls.close(_LINGER_S)
-        self._heart.stop()
         self._queues.close()
         self.local.close()
         self._context.close()

@@ -23,8 +23,8 @@ import torch
 from ..channel import DONE, Transfer, Window, Work
 from ..errors import RdmaError, RemoteAccessError, fresh
 from ..memory.arena import Arena, Block
-from ..nic.lane import Chain, Lane
 from ..nic.native import MemoryRegion
+from ..nic.queues import Chain, Lane
 from ..region import RemoteRegion, local_bytes
 from ..words import completions, kernels
 from ..words import layout as at

@@ -13,8 +13,8 @@ Invariants (C11 order):
    ``count`` with acquire before it touches the data.
 2. no lost wake-up: the sender does ``fetch_add(count)``; fence; load ``sleepers``. The receiver does
    ``fetch_add(sleepers, 1)``; fence; load ``count``; futex wait. One of the two must see the other.
-3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``WR_INFLIGHT``
-   of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. An abort stores ``closed`` or disarms; fence; waits for
+3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``over``
+   (the sender's own, behind its statistics); copy; ``fetch_add(inflight, -1)``. An abort stores either; fence; waits for
    ``inflight`` == 0.
 
 Large copies adapt too (``move``): writing to memory that a far core has in its cache can be ten times slower than a warm
@@ -74,6 +74,8 @@ OK, TIMEOUT, CLOSED, CHANGED = 0, -1, -2, -3
 
 # Layout of a work request block (int64 each), see ``post``.
 WR_COUNT, WR_RECORD, WR_BELLS, WR_CLOSED, WR_INFLIGHT, WR_STATS, WR_BYTES, WR_HEAD = 0, 1, 2, 3, 4, 5, 6, 7
+STATS_WORDS, STATS_OVER = 4, 3
+"""``WR_STATS`` is the address of: posts, bytes, the advice of ``move``, and 1 when the sender may copy no more (``over``)."""
 
 
 @compiled(i64(i64, i64, i64))
@@ -157,11 +159,11 @@ def move(dst: int, src: int, nbytes: int, state: int) -> int:
 def enter(block: int) -> int:
     """Begin a copy (invariant 3). Returns the address of ``inflight``, which counts the copy now, or 0 if no copy may start.
     The caller adds -1 there when it has written."""
-    inflight = load_acquire(block + 8 * WR_INFLIGHT)
-    if inflight == 0:
+    inflight, over = load_acquire(block + 8 * WR_INFLIGHT), load_acquire(block + 8 * WR_STATS) + 8 * STATS_OVER
+    if load_acquire(over) != 0:
         return 0
     fetch_add(inflight, 1)
-    if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
+    if load_acquire(over) != 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
         fetch_add(inflight, -1)
         return 0
     return inflight

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rdmarpc.transport import NotSupported, RdmaError
-from rdmarpc.transport.memory import attach
+from rdmarpc.transport.memory import mapping
 from rdmarpc.transport.nic import choice, pyverbs
 from rdmarpc.transport.nic.native import Context, find, half, peek, word
 
@@ -111,7 +111,7 @@ def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: p
 
 def test_where_a_process_may_not_ask_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose seccomp profile forbids the call."""
-    monkeypatch.setattr(attach, "_error", lambda code, pid: NotSupported("not permitted"))
+    monkeypatch.setattr(mapping, "_error", lambda code, pid: NotSupported("not permitted"))
     with pytest.raises(NotSupported, match="process_vm_readv") as raised:
         peek(8, 8)
     assert "seccomp" in raised.value.hint

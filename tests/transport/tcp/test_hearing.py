@@ -18,7 +18,7 @@ from transport_peer import C, Pair, S, filled
 
 from rdmarpc import transport
 from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
-from rdmarpc.transport.tcp import posts
+from rdmarpc.transport.tcp import transfer as posts
 from rdmarpc.transport.tcp.channel import TcpChannel
 from rdmarpc.transport.tcp.wire import HEADER, LAST, NOTIFY, WRITE
 
