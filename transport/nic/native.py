@@ -159,26 +159,18 @@ class CompletionQueue(_Owner):
     def __init__(self, context: Context, native: Any, channel: Any) -> None:
         super().__init__(context, native)
         self.channel = channel
-        self._channel = find(
-            channel,
-            "ibv_comp_channel",
-            lambda p: (
-                word(p + at.CHANNEL_CONTEXT) == context.address
-                and getattr(channel, "fd", half(p + at.CHANNEL_FD)) == half(p + at.CHANNEL_FD)
-                and _is_event_fd(half(p + at.CHANNEL_FD))
-            ),
-        )
+
+        def is_channel(p: int) -> bool:
+            fd = half(p + at.CHANNEL_FD)
+            return word(p + at.CHANNEL_CONTEXT) == context.address and getattr(channel, "fd", fd) == fd and _is_event_fd(fd)
+
+        self._channel = find(channel, "ibv_comp_channel", is_channel)
         self.channel_fd = half(self._channel + at.CHANNEL_FD)
         os.set_blocking(self.channel_fd, False)
         self.depth: int = native.cqe
+        parents = struct.pack("<QQ", context.address, self._channel)
         self.address = find(
-            native,
-            "ibv_cq",
-            lambda p: (
-                word(p + at.CQ_CONTEXT) == context.address
-                and word(p + at.CQ_CHANNEL) == self._channel
-                and half(p + at.CQ_CQE) == self.depth
-            ),
+            native, "ibv_cq", lambda p: peek(p + at.CQ_CONTEXT, 16) == parents and half(p + at.CQ_CQE) == self.depth
         )
 
 
@@ -188,11 +180,8 @@ class SharedReceiveQueue(_Owner):
     def __init__(self, context: Context, native: Any, depth: int) -> None:
         super().__init__(context, native)
         self.depth = depth
-        self.address = find(
-            native,
-            "ibv_srq",
-            lambda p: word(p + at.SRQ_CONTEXT) == context.address and word(p + at.SRQ_PD) == context.pd_address,
-        )
+        parents = struct.pack("<QQ", context.address, context.pd_address)
+        self.address = find(native, "ibv_srq", lambda p: peek(p + at.SRQ_CONTEXT, 16) == parents)
 
 
 class QueuePair(_Owner):

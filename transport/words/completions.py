@@ -49,56 +49,17 @@ from .symbols import CFunction, Operation, i32, i64
 _poll_fds = CFunction("poll", i32(i64, i64, i32))
 _eventfd_write = CFunction("eventfd_write", i32(i32, i64))
 
-# A port (words).
-(
-    PORT_LOCK,
-    PORT_ARMED,
-    PORT_SLEEPERS,
-    PORT_CQ,
-    PORT_POLL_CQ,
-    PORT_REQ_NOTIFY,
-    PORT_SRQ,
-    PORT_POST_RECV,
-    PORT_RECV_CHAIN,
-    PORT_RECV_COUNT,
-    PORT_RECV_USED,
-    PORT_WC,
-    PORT_TABLE,
-    PORT_TABLE_MASK,
-    PORT_BELLS,
-    PORT_FAILED,
-    PORT_GET_EVENT,
-    PORT_ACK_EVENTS,
-    PORT_CHANNEL,
-    PORT_STOP,
-    PORT_SCRATCH,
-    PORT_SCRATCH_2,
-    PORT_FDS,
-    PORT_WAKE,
-) = range(24)
+# A port (words): the queues, what is posted to receive, where completions go, the thread that sleeps on the channel.
+PORT_LOCK, PORT_ARMED, PORT_SLEEPERS, PORT_CQ, PORT_POLL_CQ, PORT_REQ_NOTIFY, PORT_SRQ, PORT_POST_RECV = range(8)
+PORT_RECV_CHAIN, PORT_RECV_COUNT, PORT_RECV_USED, PORT_WC, PORT_TABLE, PORT_TABLE_MASK, PORT_BELLS, PORT_FAILED = range(8, 16)
+PORT_GET_EVENT, PORT_ACK_EVENTS, PORT_CHANNEL, PORT_STOP, PORT_SCRATCH, PORT_SCRATCH_2, PORT_FDS, PORT_WAKE = range(16, 24)
 PORT_WORDS = 32
 WC_BATCH = 16
 
 # A lane (words). COMPLETED and its sleepers are a notification record, for those who wait; REACHED is the same count, but
 # stays as it is when the lane ends.
-(
-    LANE_COMPLETED,
-    LANE_SLEEPERS,
-    LANE_LOCK,
-    LANE_POSTED,
-    LANE_DEPTH,
-    LANE_CLOSED,
-    LANE_QP,
-    LANE_POST_SEND,
-    LANE_RECORDS,
-    LANE_POSTS,
-    LANE_BYTES,
-    LANE_STATUS,
-    LANE_VENDOR,
-    LANE_BAD_WR,
-    LANE_SEEN,
-    LANE_REACHED,
-) = range(16)
+LANE_COMPLETED, LANE_SLEEPERS, LANE_LOCK, LANE_POSTED, LANE_DEPTH, LANE_CLOSED, LANE_QP, LANE_POST_SEND = range(8)
+LANE_RECORDS, LANE_POSTS, LANE_BYTES, LANE_STATUS, LANE_VENDOR, LANE_BAD_WR, LANE_SEEN, LANE_REACHED = range(8, 16)
 LANE_WORDS = 16
 
 # A chain (words).

@@ -217,25 +217,24 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
     a signal). One waiter a record at a time may be relied on to see every change. ``port``: what the waiter polls meanwhile
     (``words/completions``), or 0."""
-    for _ in range(_PAUSES):
+    looks, start, spin_ns = 0, 0, 0
+    while True:
         if port != 0:
             poll(port)
         if load_acquire(record) >= target:
             return OK
-        pause()
-    start = now()
-    spin_ns = min(load_acquire(budget), slice_ns)
-    before = start
-    while before - start < spin_ns:
-        if port != 0:
-            poll(port)
-        if load_acquire(record) >= target:
-            return OK
-        sched_yield()
-        after = now()
-        if after - before > _CROWDED_NS:
+        looks += 1
+        if looks < _PAUSES:
+            pause()
+            continue
+        at = now()
+        if looks == _PAUSES:
+            start, spin_ns = at, min(load_acquire(budget), slice_ns)
+        if at - start >= spin_ns:
             break
-        before = after
+        sched_yield()
+        if now() - at > _CROWDED_NS:
+            break
     if slice_ns <= 0:
         return TIMEOUT
     fetch_add(record + 8, 1)
@@ -297,7 +296,8 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     Returns ``row << 32 | fresh``, ``TIMEOUT`` after ``slice_ns``, or ``CHANGED`` as soon as ``word`` (an address, or 0)
     no longer holds ``expected``. What is returned is taken: ``seen`` is advanced, and ``word`` becomes ``expected + 1``.
     """
-    for _ in range(_PAUSES):
+    looks, start, spin_ns = 0, 0, 0
+    while True:
         if port != 0:
             poll(port)
         found = _scan(table, rows)
@@ -305,23 +305,18 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
             return _claim(table, found, word, expected)
         if word != 0 and load_acquire(word) != expected:
             return CHANGED
-        pause()
-    start = now()
-    spin_ns = min(load_acquire(budget), slice_ns)
-    before = start
-    while before - start < spin_ns:
-        if port != 0:
-            poll(port)
-        found = _scan(table, rows)
-        if found >= 0:
-            return _claim(table, found, word, expected)
-        if word != 0 and load_acquire(word) != expected:
-            return CHANGED
-        sched_yield()
-        after = now()
-        if after - before > _CROWDED_NS:
+        looks += 1
+        if looks < _PAUSES:
+            pause()
+            continue
+        at = now()
+        if looks == _PAUSES:
+            start, spin_ns = at, min(load_acquire(budget), slice_ns)
+        if at - start >= spin_ns:
             break
-        before = after
+        sched_yield()
+        if now() - at > _CROWDED_NS:
+            break
     if slice_ns <= 0:
         return TIMEOUT
     rings = load_acquire(bell)
