@@ -18,7 +18,7 @@ from ..sandboxed import naming
 from ..words import completions, kernels
 from ..words import layout as at
 from .attributes import DeviceAttr
-from .native import CompletionQueue, Context, QueuePair, SharedReceiveQueue
+from .native import Context, QueuePair
 from .status import error_of
 
 LANES = 1 << 13
@@ -40,14 +40,47 @@ class Queues:
             with naming("eventfd", device="verbs"):
                 self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._woken)
-            self._block = PortBlock(context, self._cq, self._srq, bells=bells, woken=self._woken)
+            self._lay_out(context, bells)
             undo.pop_all()
         self.sends, self.receives = min(_SENDS, limits.max_qp_wr), self._srq.depth
         """Work requests that a queue pair holds, and receive requests that all of them have together."""
         self.room = min((self._cq.depth - self._srq.depth) // self.sends, LANES)
         """Queue pairs whose completions there is room for."""
-        self.port, self.post_send = self._block.address, self._block.post_send
         kernels.progress(self.port)
+
+    def _lay_out(self, context: Context, bells: int) -> None:
+        """The port block, with the chain of receive requests that is posted again and again."""
+        self._wc = np.zeros(completions.WC_BATCH * at.WC_BYTES, np.uint8)
+        self._table = np.zeros((2 * LANES, 2), np.int64)
+        self._receives = np.zeros((_RECEIVE_CHAIN, at.RECV_WR_BYTES // 8), np.int64)
+        first = self._receives.ctypes.data
+        self._receives[:-1, at.RECV_WR_NEXT // 8] = first + np.arange(1, _RECEIVE_CHAIN) * at.RECV_WR_BYTES
+        fds = (self._cq.channel_fd, context.async_fd, self._woken)
+        self._fds = np.array([fd | 1 << 32 for fd in fds], np.int64)  # struct pollfd: fd, POLLIN, what happened
+        self._words = words = np.zeros(completions.PORT_WORDS, np.int64)
+        self.port: int = words.ctypes.data
+        """The address of the port block, which lives as long as this object."""
+        self.post_send = operation(context, at.OPS_POST_SEND)
+        """Address of ``ibv_post_send``."""
+        library = ctypes.CDLL("libibverbs.so.1")
+        words[completions.PORT_CQ] = self._cq.address
+        words[completions.PORT_POLL_CQ] = operation(context, at.OPS_POLL_CQ)
+        words[completions.PORT_REQ_NOTIFY] = operation(context, at.OPS_REQ_NOTIFY_CQ)
+        words[completions.PORT_SRQ] = self._srq.address
+        words[completions.PORT_POST_RECV] = operation(context, at.OPS_POST_SRQ_RECV)
+        words[completions.PORT_RECV_CHAIN] = first
+        words[completions.PORT_RECV_COUNT] = _RECEIVE_CHAIN
+        # Nothing is posted yet: the first look posts them all.
+        words[completions.PORT_RECV_USED] = self._srq.depth // _RECEIVE_CHAIN * _RECEIVE_CHAIN
+        words[completions.PORT_WC] = self._wc.ctypes.data
+        words[completions.PORT_TABLE] = self._table.ctypes.data
+        words[completions.PORT_TABLE_MASK] = len(self._table) - 1
+        words[completions.PORT_BELLS] = bells
+        words[completions.PORT_GET_EVENT] = ctypes.cast(library.ibv_get_cq_event, ctypes.c_void_p).value or 0
+        words[completions.PORT_ACK_EVENTS] = ctypes.cast(library.ibv_ack_cq_events, ctypes.c_void_p).value or 0
+        words[completions.PORT_CHANNEL] = ctypes.c_uint64.from_address(self._cq.address + at.CQ_CHANNEL).value
+        words[completions.PORT_FDS] = self._fds.ctypes.data
+        words[completions.PORT_WAKE] = self._woken
 
     def pair(self, port: int) -> QueuePair:
         """A new queue pair on that port."""
@@ -71,44 +104,6 @@ class Queues:
         os.close(self._woken)
 
 
-class PortBlock:
-    """The port block of one device, with the chain of receive requests that is posted again and again. The owner keeps it for
-    as long as any thread may poll ``address``."""
-
-    def __init__(self, context: Context, cq: CompletionQueue, srq: SharedReceiveQueue, *, bells: int, woken: int) -> None:
-        """``woken``: an eventfd that wakes the thread which sleeps on the completion channel."""
-        self._wc = np.zeros(completions.WC_BATCH * at.WC_BYTES, np.uint8)
-        self._table = np.zeros((2 * LANES, 2), np.int64)
-        self._receives = np.zeros((_RECEIVE_CHAIN, at.RECV_WR_BYTES // 8), np.int64)
-        first = self._receives.ctypes.data
-        self._receives[:-1, at.RECV_WR_NEXT // 8] = first + np.arange(1, _RECEIVE_CHAIN) * at.RECV_WR_BYTES
-        fds = (cq.channel_fd, context.async_fd, woken)
-        self._fds = np.array([fd | 1 << 32 for fd in fds], np.int64)  # struct pollfd: fd, POLLIN, what happened
-        self._words = words = np.zeros(completions.PORT_WORDS, np.int64)
-        self.address: int = words.ctypes.data
-        self.post_send = operation(context, at.OPS_POST_SEND)
-        """Address of ``ibv_post_send``."""
-        library = ctypes.CDLL("libibverbs.so.1")
-        words[completions.PORT_CQ] = cq.address
-        words[completions.PORT_POLL_CQ] = operation(context, at.OPS_POLL_CQ)
-        words[completions.PORT_REQ_NOTIFY] = operation(context, at.OPS_REQ_NOTIFY_CQ)
-        words[completions.PORT_SRQ] = srq.address
-        words[completions.PORT_POST_RECV] = operation(context, at.OPS_POST_SRQ_RECV)
-        words[completions.PORT_RECV_CHAIN] = first
-        words[completions.PORT_RECV_COUNT] = _RECEIVE_CHAIN
-        # Nothing is posted yet: the first look posts them all.
-        words[completions.PORT_RECV_USED] = srq.depth // _RECEIVE_CHAIN * _RECEIVE_CHAIN
-        words[completions.PORT_WC] = self._wc.ctypes.data
-        words[completions.PORT_TABLE] = self._table.ctypes.data
-        words[completions.PORT_TABLE_MASK] = len(self._table) - 1
-        words[completions.PORT_BELLS] = bells
-        words[completions.PORT_GET_EVENT] = ctypes.cast(library.ibv_get_cq_event, ctypes.c_void_p).value or 0
-        words[completions.PORT_ACK_EVENTS] = ctypes.cast(library.ibv_ack_cq_events, ctypes.c_void_p).value or 0
-        words[completions.PORT_CHANNEL] = ctypes.c_uint64.from_address(cq.address + at.CQ_CHANNEL).value
-        words[completions.PORT_FDS] = self._fds.ctypes.data
-        words[completions.PORT_WAKE] = woken
-
-
 def operation(context: Context, offset: int) -> int:
     """Address of one of a context's operations."""
     return int(ctypes.c_uint64.from_address(context.address + offset).value)
@@ -123,10 +118,11 @@ class Lane:
     """The sending side of one queue pair, and its words. Any thread. The channel that owns it closes the queue pair; the words
     stay for as long as a thread may look at them."""
 
-    __slots__ = ("__weakref__", "_words", "address", "chain_max", "depth", "max_inline", "peer", "port", "qp")
+    __slots__ = ("__weakref__", "_probe", "_words", "address", "chain_max", "depth", "max_inline", "peer", "port", "qp")
 
     def __init__(self, qp: QueuePair, port: int, records: int, post_send: int, peer: str) -> None:
         self.qp, self.port, self.peer = qp, port, peer
+        self._probe = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
         self.depth, self.max_inline = qp.depth, qp.max_inline
         self.chain_max = max(qp.depth // 2, 1)
         """Requests of a chain, at most: one may be posted while another is under way."""
@@ -186,9 +182,29 @@ class Lane:
         kernels.store(word, 0)
         return True
 
-    def count_not(self) -> None:
-        """The last post was nobody's."""
-        kernels.add(self.address + 8 * completions.LANE_POSTS, -1)
+    def _post_probe(self) -> int:
+        seq = completions.post(self.address, self._probe.address)
+        if seq > 0:
+            kernels.add(self.address + 8 * completions.LANE_POSTS, -1)  # it was nobody's
+        return seq
+
+    def prove(self, timeout: float, ended: Callable[[], RdmaError]) -> None:
+        """Check that RDMA packets go to the peer and back, by a WRITE of no bytes, which only the peer's adapter has to
+        acknowledge. Raises ``NotSupported`` if they do not, after about two seconds,
+        ``TransferTimeout``, and ``ended()`` if nothing can be posted any more."""
+        seq = self._post_probe()
+        if seq <= 0:
+            raise ended()
+        self.wait(seq, timeout)
+        if self.reached < seq:
+            error = self.failure() or ended()
+            why = f"no RDMA packet comes back from {self.peer}: {error.message}"
+            raise NotSupported(why, peer=self.peer, device="verbs", status=error.status, hint=_NO_PATH)
+
+    def keep_alive(self) -> None:
+        """Make the peer's adapter acknowledge a WRITE of no bytes if the lane is idle. If it does not, the retries run out."""
+        if not self.seen() and self.posted == self.reached:
+            self._post_probe()
 
 
 class Chain:
@@ -223,32 +239,3 @@ class Chain:
         here = index * at.SGE_BYTES
         self._elements[here : here + 8].view(np.uint64)[0] = address
         self._elements[here + at.SGE_LKEY : here + at.SGE_LKEY + 4].view(np.uint32)[0] = lkey
-
-
-class Probe:
-    """A WRITE of no bytes, which only the peer's adapter has to acknowledge."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._chain = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
-
-    def prove(self, timeout: float, ended: Callable[[], RdmaError]) -> None:
-        """Check that RDMA packets go to the peer and back. Raises ``NotSupported`` if they do not, after about two seconds,
-        ``TransferTimeout``, and ``ended()`` if nothing can be posted any more."""
-        lane = self._lane
-        seq = completions.post(lane.address, self._chain.address)
-        if seq <= 0:
-            raise ended()
-        lane.count_not()
-        lane.wait(seq, timeout)
-        if lane.reached < seq:
-            error = lane.failure() or ended()
-            why = f"no RDMA packet comes back from {lane.peer}: {error.message}"
-            raise NotSupported(why, peer=lane.peer, device="verbs", status=error.status, hint=_NO_PATH)
-
-    def keep_alive(self) -> None:
-        """Make the peer's adapter acknowledge a WRITE of no bytes if the lane is idle. If it does not, the retries run out."""
-        lane = self._lane
-        idle = not lane.seen() and lane.posted == lane.reached
-        if idle and completions.post(lane.address, self._chain.address) > 0:
-            lane.count_not()

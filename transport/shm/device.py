@@ -57,36 +57,6 @@ class _Offer(NamedTuple):
     """Why the kernel does not let us copy from the peer's memory; empty if it does."""
 
 
-def _dial(uid: str, timeout: float) -> socket.socket:
-    """Connect to the listener of the device ``uid``. Raises ``NotSupported`` if another user listens there."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    deadline = time.monotonic() + timeout
-    try:
-        while True:
-            try:
-                sock.connect(f"\0rdmarpc-{uid}")
-                break
-            except BlockingIOError:  # too many are waiting to be accepted
-                if time.monotonic() > deadline:
-                    raise TimeoutError from None
-                time.sleep(_QUEUE_PAUSE_S)
-        if not _same_user(sock):
-            why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
-            raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
-        return sock
-    except PermissionError as error:
-        sock.close()
-        why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
-        hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
-        raise NotSupported(why, peer=uid, device="shm", hint=hint) from None
-    except ConnectionRefusedError:
-        sock.close()
-        raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
-    except BaseException:
-        sock.close()
-        raise
-
-
 def _try_attach(sock: socket.socket, probe: int) -> str:
     """Why the kernel does not let this process copy from the peer's memory; empty if it does. Both ends try at the same time,
     each a word of the other (``probe``: ours), and tell each other in their setups."""
@@ -170,7 +140,33 @@ class ShmDevice(ListeningDevice):
         return uid, uid
 
     def _dial(self, where: str, timeout: float) -> socket.socket:
-        return _dial(where, timeout)
+        """Connect to the device with the uid ``where``. Raises ``NotSupported`` if another user listens there."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                try:
+                    sock.connect(f"\0rdmarpc-{where}")
+                    break
+                except BlockingIOError:  # too many are waiting to be accepted
+                    if time.monotonic() > deadline:
+                        raise TimeoutError from None
+                    time.sleep(_QUEUE_PAUSE_S)
+            if not _same_user(sock):
+                why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
+                raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
+            return sock
+        except PermissionError as error:
+            sock.close()
+            why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
+            hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
+            raise NotSupported(why, peer=where, device="shm", hint=hint) from None
+        except ConnectionRefusedError:
+            sock.close()
+            raise PeerLost("nobody listens there", peer=where, device="shm", status="NOBODY") from None
+        except BaseException:
+            sock.close()
+            raise
 
     @contextlib.contextmanager
     def _offer(self, sock: socket.socket) -> Iterator[_Offer]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from ..channel import Channel, Local, Pair, Window, Work, check_notify, sort_pai
 from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
 from ..memory.mapping import anonymous
 from ..nic.native import QueuePair
-from ..nic.queues import Lane, Probe
+from ..nic.queues import Lane
 from ..notify import Expectation
 from ..peers.guard import broken_by
 from ..peers.heartbeat import goodbye
@@ -31,8 +31,7 @@ from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from . import control
 from .control import ControlStream, Message, Setup
 from .gpu import FlushedExpectation
-from .places import Places
-from .registrations import Registrations
+from .registrations import Places, Registrations
 from .transfer import Leftovers, VerbsTransfer, VerbsWindow
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class VerbsChannel(Channel):
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
         self.lane = Lane(qp, device.port, self._records, device.post_send, stream.peer)
-        self.probe = Probe(self.lane)
         self._questions = Questions()
         self.places = Places(stream.peer, (peer.uid, peer.epoch), self._questions, stream.send)
         self.leftovers = Leftovers(self.lane, self.local.arena)
@@ -137,11 +135,7 @@ class VerbsChannel(Channel):
             raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
         index = torch.accelerator.current_device_index() if place.index is None else place.index
         post = self.notifier(imm).post
-        return self.behind((index,), post) or post()
-
-    def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
-        """See ``GpuMemory.behind``."""
-        return self.local.gpu.behind(self, indices, post)
+        return self.local.gpu.behind(self, (index,), post) or post()
 
     def fence(self, timeout: float | None = None) -> None:
         self.check()
@@ -168,7 +162,7 @@ class VerbsChannel(Channel):
     def tend(self) -> None:
         """Twice a second, from the thread that watches completions."""
         self.leftovers.sweep()
-        self.probe.keep_alive()
+        self.lane.keep_alive()
 
     def look(self, seconds: float) -> float:
         """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (service thread)."""

@@ -267,7 +267,7 @@ class VerbsDevice(ListeningDevice):
         if ours.hello is None:
             control.send_setup(sock, setup)
         else:
-            channel.probe.prove(max(ours.until - time.monotonic(), 0.001), channel.ended)
+            channel.lane.prove(max(ours.until - time.monotonic(), 0.001), channel.ended)
             control.send_hello(sock, ours.hello)
         channel.peer_hello = control.receive_hello(sock)
         return channel

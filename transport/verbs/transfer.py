@@ -28,7 +28,7 @@ from ..nic.queues import Chain, Lane
 from ..region import RemoteRegion, local_bytes
 from ..words import completions, kernels
 from ..words import layout as at
-from .places import Place
+from .registrations import Place
 
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
@@ -278,7 +278,7 @@ class VerbsTransfer(Transfer):
         if self._staging:
             self._fill()
         if self._gpus:
-            later = self._channel.behind({piece.gpu for piece in self._gpus}, self._post)
+            later = self._channel.local.gpu.behind(self._channel, {piece.gpu for piece in self._gpus}, self._post)
             if later is not None:
                 return later
         return self._post()
