@@ -73,8 +73,8 @@ _Group: Any = dist.ProcessGroup  # its annotations are not what it takes
 
 
 class ProcessGroup(_Group):
-    """The collectives, and what else torch asks of a group. Thread-safe: calls of several threads run in the order in which they
-    come here."""
+    """The collectives, and what else torch asks of a group. Thread-safe: calls of several threads run in the order in which
+    they come here."""
 
     group_name = group_desc = ""
 
@@ -115,9 +115,7 @@ class ProcessGroup(_Group):
         finally:
             self.queue.give()
         work.over = True
-        if (collected := self.collected.works) is not None:
-            collected.append(work)
-        return work
+        return self._keep(work)
 
     def _submit(self, what: str, run: calls.Run, outputs: Tensors, ends: Ends | None, limit: float, waits: bool) -> Work:
         """Have a call run. It fails the group if it raises."""

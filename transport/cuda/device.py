@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -124,16 +125,16 @@ class CudaDevice(ShmDevice):
             channel.tell_part(*part)
 
     def announce_gpu(self, segment: GpuSegment) -> None:
-        for channel in self._gpu_channels():
-            try:
-                channel.tell(segment)
-            except PeerLost as error:
-                channel.lose(error)
+        self._tell_all(lambda channel: channel.tell(segment))
 
-    def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
+    def announce_part(self, *part: int) -> None:
+        """``part``: as for ``CudaChannel.tell_part``."""
+        self._tell_all(lambda channel: channel.tell_part(*part))
+
+    def _tell_all(self, tell: Callable[[CudaChannel], None]) -> None:
         for channel in self._gpu_channels():
             try:
-                channel.tell_part(number, key, segment, offset, nbytes)
+                tell(channel)
             except PeerLost as error:
                 channel.lose(error)
 

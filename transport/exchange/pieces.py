@@ -151,6 +151,16 @@ def left(lane: int) -> int:
 
 
 @inline
+def lay(call: int, lane: int, target: int, slot: int, nbytes: int) -> int:
+    """Copy the payload of the next piece of a lane to its place, and ``take`` it."""
+    if load_acquire(call + 8 * w.CALL_PAST) != 0:
+        copy_past_caches(target, slot + w.HEADER, nbytes)
+    else:
+        memcpy(target, slot + w.HEADER, nbytes)
+    return take(lane)
+
+
+@inline
 def take(lane: int) -> int:
     """The next piece of a lane has been read: give the slot back."""
     store_release(lane + 8 * w.LANE_TAKEN, load_acquire(lane + 8 * w.LANE_TAKEN) + 1)
@@ -217,11 +227,7 @@ def _pull_sum(call: int, lane: int) -> int:
         return 0
     rank, chunk = load_acquire(lane + 8 * w.LANE_RANK), item >> 1
     target = load_acquire(call + 8 * w.CALL_OWN) + _start(call, rank, chunk)
-    if load_acquire(call + 8 * w.CALL_PAST) != 0:
-        copy_past_caches(target, slot + w.HEADER, _nbytes(call, rank, chunk))
-    else:
-        memcpy(target, slot + w.HEADER, _nbytes(call, rank, chunk))
-    take(lane)
+    lay(call, lane, target, slot, _nbytes(call, rank, chunk))
     return 1
 
 

@@ -169,7 +169,8 @@ class VerbsDevice(ListeningDevice):
         nbytes = local_bytes(tensor, self.gpu_kind)[1]
         if not nbytes:
             return Region(self, tensor, 0, 0, 0, foreign=False)
-        region = self.local.on_gpu(tensor)
+        region = self.local.gpu.share(tensor)
+        self.local.gpu.wait([tensor.device.index])
         with self._lock:  # a peer that connects now is told once
             told, channels = self.local.share(tensor, region), self.opened()
         self._tell(channels, told)

@@ -142,15 +142,8 @@ class Registrations:
         region = self._regions[number] = self._context.register(address, nbytes, REMOTE_WRITE)
         return REGION, number, key, address, nbytes, region.rkey
 
-    def on_gpu(self, tensor: torch.Tensor) -> MemoryRegion:
-        """Register GPU memory, which holds then what the current stream has been given to do until now.
-        ``RegistrationError`` where the adapter cannot reach it."""
-        region = self.gpu.share(tensor)
-        self.gpu.wait([tensor.device.index])
-        return region
-
     def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Announcement:
-        """Open memory that ``on_gpu`` registered to peers. Call it with the lock held."""
+        """Open GPU memory that is registered to peers. Call it with the lock held."""
         number, key = self._memory.take_number()
         self._regions[number], self._shared[number] = region, (tensor, key)
         return REGION, number, key, region.address, tensor.nbytes, region.rkey
