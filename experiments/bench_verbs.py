@@ -30,8 +30,7 @@ Medians = dict[tuple[str, int, str], float]
 
 def port_facts() -> dict[str, Any]:
     """The port that the device chooses, and how it is reached. Ends the program where there is none."""
-    from rdmarpc.transport.errors import RdmaError
-    from rdmarpc.transport.nic import choice, ports, sysfs
+    from rdmarpc.transport import RdmaError, choice, ports, sysfs
 
     try:
         provider = choice.choose().name

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from rdmarpc import transfers
-from rdmarpc.links.group import slurm
 
 from .digits import data, torch_rpc, worker
 from .harness import apps, launched
@@ -82,7 +81,7 @@ def run_on_this_host(job: dict[str, Any], display: TrainingDisplay) -> None:
         run_job(groups, job | meet, display.on_event, job["timeout_s"])
 
 
-def checked(cfg: DictConfig, task: slurm.Task | None) -> dict[str, Any]:
+def checked(cfg: DictConfig, task: launched.Task | None) -> dict[str, Any]:
     """The config as plain values, with the placement for this many workers; ends the program if it makes no sense."""
     job = apps.plain(cfg)
     if task is not None:

@@ -36,8 +36,7 @@ from .message import script as _script  # noqa: F401 (says how TorchScript trave
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug
-from .transport import PeerLost, RdmaError, timeouts
-from .transport.peers.guard import hint_for, need_descriptors
+from .transport import PeerLost, RdmaError, hint_for, need_descriptors, timeouts
 
 _DESCRIPTORS = 32
 """The file descriptors that a worker of a small group needs: for its store, its device, and one or two connections."""

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rdmarpc.transfers import Transfers
+from rdmarpc.graph import Transfers
 
 from ..harness.findings import size_text
 from ..harness.targets import spread

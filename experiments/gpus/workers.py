@@ -81,7 +81,7 @@ def synchronize(device: torch.device) -> None:
 
 def machine(_: int, job: dict[str, Any], launcher: Launcher) -> None:
     """What the GPUs are, as the driver and torch describe them."""
-    from rdmarpc.transport.gpu import driver as cuda_driver
+    from rdmarpc.transport import cuda_driver
 
     module = torch.get_device_module(job["device"])
     name = getattr(module, "get_device_name", lambda _: job["device"])

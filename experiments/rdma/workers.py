@@ -145,11 +145,9 @@ class Calls:
 
 def measure(rpc: Any, end: End, job: dict[str, Any], launcher: Launcher) -> None:
     """The rounds as worker0 drives them."""
-    from rdmarpc.calls import agent
-
     samples, calls, size = Samples(), Calls(), job["call"]
     tensors = {
-        "arena": agent.current().device.empty((size,), dtype=torch.uint8).fill_(1),
+        "arena": rpc._get_current_rpc_agent().device.empty((size,), dtype=torch.uint8).fill_(1),
         "ordinary": torch.ones(size, dtype=torch.uint8),
     }
     for x in tensors.values():  # the first calls of a signature make its landing places

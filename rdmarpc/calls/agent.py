@@ -42,10 +42,20 @@ from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.store import LOCAL_BITS
-from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device, timeouts
-from ..transport.gpu import driver
-from ..transport.peers.guard import Guard
-from ..transport.sandboxed import processors
+from ..transport import (
+    Channel,
+    Device,
+    Guard,
+    NotSupported,
+    PeerLost,
+    Poller,
+    RdmaError,
+    TransferTimeout,
+    open_device,
+    processors,
+    timeouts,
+)
+from ..transport import cuda_driver as driver
 from . import environment, profiled
 from .callee import Callee
 from .caller import Caller

@@ -63,11 +63,10 @@ from ..message.tensors import (
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.unsent import take_back
-from ..transport import Device, PeerLost, RdmaError, RemoteRegion
-from ..transport.memory.arena import Block
+from ..transport import Block, Device, PeerLost, RdmaError, RemoteRegion
 from . import errors, profiled
 from .failures import Failures
-from .handover import Handovers, sole
+from .handover import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
@@ -449,7 +448,7 @@ class Callee:
         tensors: list[torch.Tensor] | None
         parts: list[torch.Tensor] = []
         out = NOTHING
-        if type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
+        if type(result) is torch.Tensor and link.channel.can_adopt and (block := sole_block(result, self.device.arena)):
             flags = FLAT
             payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
             tensors = None if out.tensors else [result]

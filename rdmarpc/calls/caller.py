@@ -73,8 +73,7 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..references.unsent import take_back
-from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
-from ..transport.peers.ended import nobody
+from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
 from . import errors
 from .pending import Answer, Future, Outstanding, Pending
 from .timeouts import Timeouts

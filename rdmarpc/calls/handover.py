@@ -19,24 +19,21 @@ import threading
 import torch
 
 from ..message.layout import travels
-from ..transport import ArenaFull, Channel, Device, RemoteRegion
-from ..transport.memory.arena import Arena, Block
-from ..transport.memory.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
-from ..transport.words import kernels
+from ..transport import Arena, ArenaFull, Block, Channel, Device, RemoteRegion, kernels, sole
 
 _WORDS = 256
 _WORD_BYTES = 8
 
 
-def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
+def sole_block(tensor: torch.Tensor, arena: Arena) -> Block | None:
     """The block of the arena that this tensor lies in, if the caller's one variable is all that refers to the tensor and to its
     storage: no view, no graph, no user."""
-    if references(tensor) != PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
+    if sole.references(tensor) != sole.PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
         return None
     if not travels(tensor):  # of several parts, or of elements that mean nothing without their scale
         return None
     storage = tensor.untyped_storage()
-    if storage_uses(storage) != STORAGE_USES or references(storage) != STORAGE:
+    if sole.storage_uses(storage) != sole.STORAGE_USES or sole.references(storage) != sole.STORAGE:
         return None
     return arena.leased(storage)
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..transport import ArenaFull, Channel
-from ..transport.memory.arena import Arena, size_class
+from ..transport import Arena, ArenaFull, Channel, size_class
 
 DEFAULT_S = 10.0
 _GRACE_S = 1.0

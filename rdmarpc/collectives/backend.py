@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from ..base import forked, here
 from ..options import RpcBackendOptions
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, timeouts
-from ..transport.gpu.driver import count, kind
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
 from . import calls
 from .engine import Engine
 from .meeting import Ranks, named
@@ -429,7 +428,7 @@ class ProcessGroup(_Group):
 
     def _get_backend_name(self) -> str:
         """torch asks whether it is gloo to know whether tensors without another device belong on the CPU."""
-        return self.name() if count() else "gloo"
+        return self.name() if cuda_driver.count() else "gloo"
 
     def split_group(
         self,
@@ -471,7 +470,7 @@ class ProcessGroup(_Group):
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         """torch asks for what a backend can do: split, coalesce, allocate."""
-        if device.type not in ("cpu", kind()):
+        if device.type not in ("cpu", cuda_driver.kind()):
             raise RuntimeError(f"the backend rdmarpc takes tensors on the CPU and on CUDA devices, not on {device}")
         return self
 
@@ -482,7 +481,7 @@ class ProcessGroup(_Group):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *([torch.device(kind())] if count() else [])]
+        return [torch.device("cpu"), *([torch.device(cuda_driver.kind())] if cuda_driver.count() else [])]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.collected.works = []

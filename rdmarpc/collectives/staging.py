@@ -19,10 +19,7 @@ from itertools import pairwise
 import torch
 
 from ..message.layout import span
-from ..transport import Device, NotSupported, RdmaError, TransferTimeout
-from ..transport.gpu.driver import as_torch, capturing, current_stream, driver, kind, on_streams
-from ..transport.gpu.events import NOT_READY, Event
-from ..transport.gpu.pins import Pins
+from ..transport import NOT_READY, Device, Event, NotSupported, Pins, RdmaError, TransferTimeout, cuda_driver
 
 Flat = torch.Tensor
 
@@ -30,7 +27,7 @@ Flat = torch.Tensor
 def check(tensors: Sequence[torch.Tensor], what: str) -> None:
     """Raise unless these are dense tensors of one type, on the CPU or on GPUs that this process's driver serves."""
     for tensor in tensors:
-        if not tensor.is_cpu and tensor.device.type != kind():
+        if not tensor.is_cpu and tensor.device.type != cuda_driver.kind():
             hint = "the backend rdmarpc takes tensors on the CPU and on CUDA devices"
             raise NotSupported(f"{what} of a tensor on {tensor.device}", hint=hint)
         if tensor.layout is not torch.strided:
@@ -136,14 +133,14 @@ class _Lane:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        with driver().on(index):
-            self.handle = driver().new_stream()
-        self._stream = as_torch(index, self.handle)
+        with cuda_driver.driver().on(index):
+            self.handle = cuda_driver.driver().new_stream()
+        self._stream = cuda_driver.as_torch(index, self.handle)
 
     def copy(self, begin: Event, copy: Callable[[], None]) -> Event:
         """Enqueue a copy behind ``begin``. The event of its end."""
         begin.follow(self.handle)
-        with driver().on(self._index), on_streams((self._stream,)):
+        with cuda_driver.driver().on(self._index), cuda_driver.on_streams((self._stream,)):
             copy()
         return Event(self._index, self.handle)
 
@@ -194,10 +191,10 @@ class Staging:
 
     def _begin(self, tensor: torch.Tensor) -> Event:
         """What the caller's current stream has been given until now."""
-        if capturing():
+        if cuda_driver.capturing():
             raise NotSupported("a thread that captures a CUDA graph calls a collective", hint="call it outside of the graph")
         index = tensor.device.index
-        return Event(index, current_stream(index))
+        return Event(index, cuda_driver.current_stream(index))
 
     def _lane(self, tensor: torch.Tensor, *, out: bool) -> _Lane:
         key = tensor.device.index, out
@@ -214,7 +211,7 @@ class Staging:
 
 def staged(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies on a GPU that this process's driver serves."""
-    return not tensor.is_cpu and tensor.device.type == kind()
+    return not tensor.is_cpu and tensor.device.type == cuda_driver.kind()
 
 
 def come(events: list[Event], limit: float) -> None:

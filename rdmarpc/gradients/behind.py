@@ -29,8 +29,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from ..base.streams import use_here
-from ..transport import NotSupported
-from ..transport.memory.sole import KEPT, references
+from ..transport import NotSupported, sole
 from .implicit import of_others
 from .record import Sent, edge, engaged
 
@@ -296,7 +295,7 @@ def _lend(context: Any, leaf: torch.Tensor, views: bool) -> _Leaf:
         own = own.clone()
     with context.joint:
         gradient = context.gradients.get(leaf)
-        if gradient is not None and not views and references(gradient) > KEPT:
+        if gradient is not None and not views and sole.references(gradient) > sole.KEPT:
             gradient = gradient.clone()  # somebody looks at it: it will be written to
     use_here((gradient,))
     leaf.grad = gradient

@@ -29,8 +29,7 @@ import torch
 
 from ..base.streams import joint, use_here
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
-from ..transport.memory.sole import KEPT, references
-from ..transport.peers.ended import nobody
+from ..transport import nobody, sole
 from .local import Pass
 from .record import ANCHOR, Sent, Source, flagged, received, sent
 
@@ -109,7 +108,7 @@ class Context:
                 self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
             elif before.is_sparse and not gradient.is_sparse:
                 self.gradients[leaf] = gradient + before
-            elif not gradient.is_sparse and references(before) <= KEPT:
+            elif not gradient.is_sparse and sole.references(before) <= sole.KEPT:
                 before.add_(gradient)
             else:
                 self.gradients[leaf] = before + gradient

@@ -10,8 +10,7 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, fresh, kept
-from ..transport.peers.guard import broken_by, hint_for
+from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, broken_by, fresh, hint_for, kept
 from .group.group import Group
 from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by

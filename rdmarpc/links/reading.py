@@ -6,9 +6,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from ..transport import Poller, RdmaError
-from ..transport.peers.ended import nobody
-from ..transport.peers.guard import Guard, broken_by
+from ..transport import Guard, Poller, RdmaError, broken_by, nobody
 from .frames import GOODBYE, WRAP, Frame, NotTheirs
 from .losses import Losses
 from .polling.progress import Progress

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from ..message.tensors import WORD_BYTES, Memory, check_wanted, to_read
-from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, bare, fresh
-from ..transport.channel import Work
+from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, Work, bare, fresh
 from .frames import BULK, READS, Frame
 from .ring import Link
 

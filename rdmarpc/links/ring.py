@@ -34,9 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window, fresh
-from ..transport.memory.arena import RINGS, Pool
-from ..transport.peers.guard import broken_by
+from ..transport import RINGS, Channel, Device, PeerLost, Pool, RdmaError, RemoteRegion, Window, broken_by, fresh
 from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
 from .grants import Grants
 

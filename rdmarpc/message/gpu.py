@@ -26,11 +26,21 @@ from typing import Any, Protocol
 import torch
 
 from ..base.streams import Streams
-from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
-from ..transport.gpu import driver
-from ..transport.gpu.ipc import Exports, Imports, imports_of
-from ..transport.gpu.slots import Borrowed, Lent
-from ..transport.peers.guard import Guard
+from ..transport import (
+    Borrowed,
+    Channel,
+    Device,
+    Exports,
+    Guard,
+    Imports,
+    Lent,
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    RemoteRegion,
+    imports_of,
+)
+from ..transport import cuda_driver as driver
 from . import layout
 from .device_maps import Targets
 from .incoming import landed_on_gpu

@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..transport import Channel, Device, RdmaError, RemoteRegion
-from ..transport.memory.arena import Block, size_class
+from ..transport import Block, Channel, Device, RdmaError, RemoteRegion, size_class
 from . import layout, sharing
 from .layout import Description
 

@@ -67,7 +67,7 @@ from typing import Any
 from ..base import streams
 from ..links.frames import NotTheirs
 from ..message import serialize
-from ..transport.peers.ended import nobody
+from ..transport import nobody
 from .forks import Fork, Forks, Resume
 from .mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
 from .store import Job, RRefStore, created_on

@@ -24,9 +24,7 @@ from collections import deque
 
 import torch
 
-from ...transport.peers.ended import nobody
-from ...transport.peers.guard import Guard
-from ...transport.words import kernels
+from ...transport import Guard, kernels, nobody
 from . import steps
 from .modes import clear, left
 from .progress import Job, Progress

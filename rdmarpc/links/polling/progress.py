@@ -18,10 +18,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from ...transport import Poller, RdmaError
-from ...transport.interrupts import interruptible
-from ...transport.peers.ended import nobody
-from ...transport.words import kernels
+from ...transport import Poller, RdmaError, interruptible, kernels, nobody
 from . import steps
 
 Job = Callable[[], None]
