@@ -83,22 +83,20 @@ from .words.compiled import kernels as known_kernels
 from .words.symbols import CFunction, i32, i64
 
 if TYPE_CHECKING:
-    from .gpu.events import NOT_READY, Event
+    from .gpu.events import NOT_READY, Event, StreamPool
     from .gpu.ipc import Exports, Imports, imports_of
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
-    from .gpu.stream_pool import StreamPool
     from .memory import sole
     from .nic import choice, ports
     from .tls import openssl
     from .verbs import gpudirect
 
 _HOMES = {
-    "gpu.events": "NOT_READY Event",
+    "gpu.events": "NOT_READY Event StreamPool",
     "gpu.ipc": "Exports Imports imports_of",
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",
-    "gpu.stream_pool": "StreamPool",
     "memory.sole": "sole",
     "nic.choice": "choice",
     "nic.ports": "ports",

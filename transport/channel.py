@@ -33,13 +33,12 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from .errors import NotSupported, RdmaError, fresh
-from .memory.arena import Arena, Block, Pool
-from .memory.memory import Memory
+from .memory.arena import Block, Pool
 from .notify import Count, Expectation
 from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .words.signals import MAX_NOTIFY
@@ -48,23 +47,6 @@ FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
 Local = torch.Tensor | Array | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
-
-
-class Parent(Protocol):
-    """The part of a ``Device`` that its channels, and their users, use."""
-
-    name: str
-    pid: int
-    memory: Memory
-    arena: Arena
-    uid: int
-    epoch: int
-
-    def export(self, tensor: torch.Tensor) -> bytes: ...
-
-    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion: ...
-
-    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool: ...
 
 
 class Work:
@@ -175,9 +157,9 @@ class Channel(abc.ABC):
     port = 0
     """Address of the port block to poll for news of this channel (``words/completions``); 0 if nothing has to be polled."""
 
-    def __init__(self, device: Parent) -> None:
+    def __init__(self, device: Any) -> None:
         self.device = device
-        """The device that made it."""
+        """The ``Device`` that made it."""
         self.error: RdmaError | None = None
         self._counts: dict[int, Count] = {}
         self.notifiers: dict[int, Transfer] = {}

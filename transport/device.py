@@ -201,14 +201,27 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     # -- memory
 
-    def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, writable: bool = False) -> torch.Tensor:
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        writable: bool = False,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
         """An uninitialised tensor in the arena: registered from the start, contiguous, of torch's default dtype unless
         ``dtype`` is given. Every peer may READ it, and WRITE it too if ``writable``. ``Channel.empty`` makes tensors for one
-        peer alone. The memory is free for others when the last tensor over it dies. Raises ``ArenaFull``."""
+        peer alone. The memory is free for others when the last tensor over it dies. Raises ``ArenaFull``. ``device``: on that
+        GPU instead; ``NotSupported`` where this device reaches none."""
         self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if device is not None and torch.device(device).type != "cpu":
+            return self._on_gpu(sizes, dtype or torch.get_default_dtype(), torch.device(device))
         pool = self.arena.writable if writable else self.arena.readable
         return pool.tensor(sizes, dtype or torch.get_default_dtype())
+
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        raise NotSupported(f"{self.name} reaches no memory of {place}", device=self.name, hint="open cuda, verbs or auto")
 
     def pool(self) -> Pool:
         """Memory that the peer of one channel may read and write, and no other peer. It is for a channel that does not exist

@@ -18,10 +18,9 @@ import torch
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept, kernels
 from .engine import aside
 from .meeting import Ranks, has_left
-from .order import Orders
-from .queue import Work, nothing
+from .queue import Orders, Work, nothing
 from .signature import Mismatch, Signature, code_of
-from .tensors import writing
+from .staging import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
 _PLANS = 256

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -70,25 +70,12 @@ class CudaDevice(ShmDevice):
 
     # -- memory
 
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        *,
-        dtype: torch.dtype | None = None,
-        writable: bool = False,
-        device: torch.device | str | None = None,
-    ) -> torch.Tensor:
-        """An uninitialised tensor, born registered: in the arena, or with ``device`` on that GPU, where every peer may read and
-        write it. Raises ``ArenaFull``; for a
-        GPU ``NotSupported`` where its memory cannot be exported, and torch's ``OutOfMemoryError``."""
-        place = torch.device("cpu" if device is None else device)
-        if place.type == "cpu":
-            return super().empty(shape, dtype=dtype, writable=writable)
-        self.check()
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        """Born registered: every peer may read and write it. Raises ``NotSupported`` where the GPU's memory cannot be
+        exported, and torch's ``OutOfMemoryError``."""
         if place.type != self.gpu.kind:
             raise NotSupported(f"there is no memory of {place} here", device="cuda", hint=f"cpu or {self.gpu.kind}")
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self.gpu.empty(sizes, dtype or torch.get_default_dtype(), place)
+        return self.gpu.empty(sizes, dtype, place)
 
     def register(self, tensor: torch.Tensor | Array) -> Region:
         """As for any device, also for GPU memory: free for tensors of ``empty``; then returns when what the caller's current
@@ -139,16 +126,16 @@ class CudaDevice(ShmDevice):
             channel.tell_part(*part)
 
     def announce_gpu(self, segment: GpuSegment) -> None:
-        for channel in self._gpu_channels():
-            try:
-                channel.tell(segment)
-            except PeerLost as error:
-                channel.lose(error)
+        self._tell_all(lambda channel: channel.tell(segment))
 
-    def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
+    def announce_part(self, *part: int) -> None:
+        """``part``: as for ``CudaChannel.tell_part``."""
+        self._tell_all(lambda channel: channel.tell_part(*part))
+
+    def _tell_all(self, tell: Callable[[CudaChannel], None]) -> None:
         for channel in self._gpu_channels():
             try:
-                channel.tell_part(number, key, segment, offset, nbytes)
+                tell(channel)
             except PeerLost as error:
                 channel.lose(error)
 
