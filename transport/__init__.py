@@ -57,6 +57,7 @@ from .nic import sysfs
 from .peers.address import where_to_listen
 from .peers.ended import nobody
 from .peers.guard import Guard, broken_by, hint_for, need_descriptors
+from .region import as_tensor
 from .sandboxed import processors
 from .shm.channel import runs as process_runs
 

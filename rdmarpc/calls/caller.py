@@ -55,6 +55,7 @@ from ..links.post import Post, tell
 from ..links.reads import AWAY, Fetch
 from ..links.ring import QUEUE_BYTES, Link, Room
 from ..message import script, serialize
+from ..message.arrays import Arrived
 from ..message.layout import as_it_lies, travels
 from ..message.tensors import (
     HANDED,
@@ -497,7 +498,10 @@ class Caller:
             value = serialize.load_flat_one(payload, tensors) if payload else tuple(tensors)
         else:
             try:
-                value = serialize.loads(payload, tensors, references, parts)
+                arrived: list[Arrived] = []
+                value = serialize.loads(payload, tensors, references, parts, arrived)
+                if arrived and pending.future is not None:
+                    pending.future.arrays = arrived
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
         if head.message:

@@ -16,6 +16,7 @@ from ..links.grants import Signature
 from ..links.polling.modes import check_real, dispatch_modes, tracing
 from ..links.reads import Fetch
 from ..links.ring import Link
+from ..message.arrays import Arrived, use_here
 from ..message.tensors import Landing
 from ..transport import TransferTimeout, bare
 
@@ -152,6 +153,8 @@ class Future(Awaitable):
     has_callbacks = False
     unforeseen = False
     """The result has tensors on GPUs, which this object does not know of. They are there."""
+    arrays: Sequence[Arrived] = ()
+    """The arrays of cupy in the result."""
 
     def __init__(self, caller: Any, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: the devices on which the result may have tensors. A waiter can then use the result in the order of its
@@ -178,6 +181,8 @@ class Future(Awaitable):
         found = torch._C.Future.wait(self)
         if self.unforeseen:
             streams.use_here(tree_leaves(found))
+        if self.arrays:
+            use_here(self.arrays)
         return found
 
     def _wait(self, pending: Pending) -> None:

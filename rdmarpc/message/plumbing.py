@@ -49,6 +49,7 @@ _VALUES = {
     "rdmarpc.graph.servers.bundle": ("Bundle",),
     "rdmarpc.base.worker_info": ("WorkerInfo",),
     "rdmarpc.message.incoming": ("in_parts", "landed", "landed_on_gpu"),
+    "rdmarpc.message.arrays": ("landed_array",),
     "rdmarpc.message.gpu": ("_from_host",),
     "rdmarpc.message.reducers": (
         "_coo",

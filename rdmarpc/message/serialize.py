@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import device_maps, gpu, permits, reducers, unpicklable
+from . import arrays, device_maps, gpu, permits, reducers, unpicklable
 from .incoming import beside, in_parts, landed
 from .layout import travels
 
@@ -82,6 +82,8 @@ class Message:
             raise RuntimeError("Can not pickle torch.futures.Future")
         if isinstance(value, type):
             return reducers.reduce_class(value)
+        if arrays.is_array(kind):
+            return arrays.reduce_array(value)
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
@@ -207,22 +209,23 @@ def loads(
     tensors: list[torch.Tensor],
     references: list[Any] | None = None,
     parts: list[torch.Tensor] | None = None,
+    arrived: list[arrays.Arrived] | None = None,
 ) -> Any:
-    """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there. User code may run in
-    here (constructors, ``__setstate__``), and may call RPC."""
+    """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there; ``arrived`` gets the
+    arrays of cupy. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
     if references:
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
     on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
-    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu
+    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu, beside.arrays
     beside.tensors, beside.references, beside.parts = tensors, references or [], [] if parts is None else parts
-    beside.on_gpu = on_gpu
+    beside.on_gpu, beside.arrays = on_gpu, arrived
     try:
         if not count:
             return permits.loads(payload)
         return permits.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        beside.tensors, beside.references, beside.parts, beside.on_gpu = outer
+        beside.tensors, beside.references, beside.parts, beside.on_gpu, beside.arrays = outer
 
 
 NO_TAIL = _TAIL.pack(0, 0)
