@@ -474,6 +474,7 @@ class Caller:
             raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
+        value: Any
         if not flags & FLAT and payload[0] == serialize.MARK:
             try:
                 references = self.rrefs.adopt(pending.link.worker, payload)
