@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness.processes import Group, WorkerFailed, run_job
-from .rdma.workers import SMALL, perftest_main, rdmarpc_main, torch_main
+from .latency.rdma_workers import SMALL, perftest_main, rdmarpc_main, torch_main
 
 Medians = dict[tuple[str, int, str], float]
 

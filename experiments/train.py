@@ -20,14 +20,16 @@ from rich.console import Console
 
 from rdmarpc import transfers
 
-from .digits import data, torch_rpc, worker
 from .harness import apps, launched
 from .harness.processes import Group, run_job
 from .harness.targets import of_goal, of_times
 from .harness.versions import versions
+from .training import digits_data as data
+from .training import digits_torch_rpc as torch_rpc
+from .training import digits_worker as worker
 
 if TYPE_CHECKING:
-    from .digits.report import TrainingDisplay
+    from .training.digits_report import TrainingDisplay
 
 CONF = apps.CONF
 AHEAD = "a step, times faster than torch RPC"
@@ -42,9 +44,9 @@ def main(cfg: DictConfig) -> None:
         launched.run_here(worker.main, task, job, lambda group, event: None)
         return
 
-    from .digits.report import TrainingDisplay, counted, training_table
     from .harness.findings import of_rich
     from .harness.pictures import draw_comm_comp
+    from .training.digits_report import TrainingDisplay, counted, training_table
 
     folder = apps.run_folder()
     display = TrainingDisplay(job)

@@ -140,7 +140,7 @@ def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: 
     agent = _agent.current()
     if internal.current is not _internal_rpc_pickler:
         func, args, kwargs = internal.taken_apart(func, args, kwargs)
-    return agent.call(agent.resolve(to), func, args, kwargs, timeout)
+    return agent.start(agent.resolve(to), func, args, kwargs, timeout).result()
 
 
 def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Future:

@@ -18,11 +18,11 @@ from .ring import Link
 from .table import Links
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
-_HELLO_MAGIC = b"rpc4"
-_FAREWELL_MAGIC = b"bye4"
+_HELLO_MAGIC = b"rpc5"
+_FAREWELL_MAGIC = b"bye5"
 """The magic of a hello by which a worker says that it is leaving. If an exception ends it, its type and text follow."""
 _SEPARATOR = "\0"
-_CROSSING_MAGIC = b"own4"
+_CROSSING_MAGIC = b"own5"
 """The magic of a hello by which a worker refuses a connection, because its own connection to us counts: it has made one, or is
 making it."""
 _CONNECT_TIMEOUT_S = 10.0

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,17 +53,8 @@ _CLOSE_TIMEOUT_S, _POLL_S = 1.0, 0.005
 _left: list[object] = []
 
 
-class Reached(Protocol):
-    """Another worker that we are connected to."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def channel(self) -> Channel: ...
-
-
-Find = Callable[[int], Reached]
+Find = Callable[[int], Any]
+"""The link to a worker, with its ``name`` and ``channel``; connects if need be."""
 Call = Callable[[int, Any, tuple[Any, ...], float], Any]
 
 

@@ -70,7 +70,7 @@ _OWNERS = ("_VariableFunctionsClass", "TensorBase")
 _CALLED = {
     "rdmarpc.gather": ("_bring", "_hand_out"),
     "rdmarpc.message.gpu": ("probe",),
-    "rdmarpc.gradients.waves": ("_deliver", "_settle", "_survey"),
+    "rdmarpc.gradients.waves": ("_settle", "_survey"),
     "rdmarpc.optim.local": ("create", "load_state_dict", "state_dict", "step"),
     "rdmarpc.nn": ("_made", "_make", "_parameters", "_remote_forward", "_remote_forward_on", "_train"),
     "rdmarpc.references.handle": ("_accumulate", "_backward", "_fetch", "_type_of"),

@@ -2,25 +2,9 @@
 the other, and the sums of what arrives. The compiled loop for peers whose memory is mapped here, and the one that posts for
 others."""
 
+# ruff: noqa: F401
+
 from ..words.atomics import fold_code
 from .lane import NUMBERS, Lane
 from .layout import CLOSED, MISMATCH, OK
 from .streams import COPY_PAST, NOTHING, Fold, Head, Plan, Span, Streams, fold_local, streams
-
-__all__ = [
-    "CLOSED",
-    "COPY_PAST",
-    "MISMATCH",
-    "NOTHING",
-    "NUMBERS",
-    "OK",
-    "Fold",
-    "Head",
-    "Lane",
-    "Plan",
-    "Span",
-    "Streams",
-    "fold_code",
-    "fold_local",
-    "streams",
-]
