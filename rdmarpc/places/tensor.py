@@ -519,19 +519,20 @@ def _composite(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _tensors(value: Any) -> list[Any]:
     found: list[Any] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) is list or type(value) is tuple:
-            for each in value:
-                walk(each)
-        elif type(value) is dict:
-            for each in value.values():
-                walk(each)
-
-    walk(value)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    """No function inside of another, which would refer to itself, and keep the tensors until Python looks for cycles."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif type(value) is list or type(value) is tuple:
+        for each in value:
+            _collect(each, found)
+    elif type(value) is dict:
+        for each in value.values():
+            _collect(each, found)
 
 
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], here: bool = False) -> Any:

@@ -744,6 +744,19 @@ def frees() -> None:
     assert after == before
 
 
+def freed_at_once() -> None:
+    """Operations with tensors of several places keep none of them until Python looks for cycles."""
+    net = nn.Linear(4, 4).to(places.device(W1))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            net(torch.ones(2, 4)).sum().backward()
+        assert [each._use_count() for each in net.parameters()] == [1, 1]
+    finally:
+        gc.enable()
+
+
 def eventually_same(worker: str, wanted: int) -> int:
     for _ in range(50):
         if (found := values_at(worker)) == wanted:
@@ -801,7 +814,8 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, late_errors, no_memory, graph_is_plain,
+    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, no_memory,
+    graph_is_plain,
 )  # fmt: skip
 
 
