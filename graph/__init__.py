@@ -2,4 +2,63 @@
 
 ``fragments`` has what was posted to workers as a data-flow graph, ``show`` prints and draws what crosses. ``servers`` has
 parameter servers, and the workers that train with them; its protocol is in docs/protocols.md.
+
+Code above imports what this file names, and nothing past it. All of it is imported when it is first asked for: programs that
+only call do without.
 """
+
+# ruff: noqa: F401
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .fragments.cut import steps
+    from .fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, Flow
+    from .fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
+    from .servers import errors
+    from .servers.bundle import ABSENT, ALWAYS, NUMBERS, PRESENT, TRACED, WEIGHT, Bundle, Edge
+    from .servers.errors import WorkerError
+    from .servers.kept import ASKED
+    from .servers.layout import dense
+    from .servers.server import End, Server
+    from .servers.trainer import Half, Trainer, gradient_note
+    from .servers.updates import (
+        PER_PARAMETER,
+        Elsewhere,
+        counting_dtype,
+        hyperparameters,
+        leaves_gradients,
+        merged,
+        numbers_of,
+        refuse_scaling,
+    )
+    from .show.describe import Transfers, describe, described, load, save
+    from .show.records import Crossing
+
+_HOMES = {
+    "fragments.cut": "steps",
+    "fragments.flow": "ACTIVATION GRADIENT INPUT PARAMETER Flow",
+    "fragments.records": "BACKWARD FORWARD STEP Event Move Operand Operation Recorded",
+    "servers.bundle": "ABSENT ALWAYS NUMBERS PRESENT TRACED WEIGHT Bundle Edge",
+    "servers.errors": "WorkerError errors",
+    "servers.kept": "ASKED",
+    "servers.layout": "dense",
+    "servers.server": "End Server",
+    "servers.trainer": "Half Trainer gradient_note",
+    "servers.updates": "PER_PARAMETER Elsewhere counting_dtype hyperparameters leaves_gradients merged numbers_of"
+    " refuse_scaling",
+    "show.describe": "Transfers describe described load save",
+    "show.records": "Crossing",
+}
+"""Modules, and the names that are theirs. A module is a name itself."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{home}", __name__)
+    found = globals()[name] = module if home.endswith(f".{name}") else getattr(module, name)
+    return found

@@ -35,7 +35,7 @@ from .memory.arena import Pool
 from .nic import sysfs
 from .notify import Poller
 from .peers.guard import hint_for
-from .region import Region, RemoteRegion
+from .region import Array, Region, RemoteRegion, as_tensor
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
 from .timeouts import of_socket
@@ -130,7 +130,8 @@ class AutoDevice(Device):
             return super().empty(shape, dtype=dtype, writable=writable)
         return self._gpus(device).empty(shape, dtype=dtype, device=device)
 
-    def register(self, tensor: torch.Tensor) -> Region:
+    def register(self, tensor: torch.Tensor | Array) -> Region:
+        tensor = as_tensor(tensor)
         return self._gpus(tensor.device).register(tensor) if self._on_gpu(tensor) else super().register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:

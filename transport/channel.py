@@ -2,9 +2,9 @@
 
 Contract, for every device:
 
-* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``. The other side is a contiguous tensor or a ``Region`` of the
-  same number of bytes. It lies on the CPU, or on a GPU where ``Channel.gpus`` is true. A remote ``dst`` is a WRITE, a remote
-  ``src`` is a READ. Dtypes and shapes are not transmitted.
+* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``. The other side is a contiguous tensor, an array of cupy or
+  numpy, or a ``Region``, of the same number of bytes. It lies on the CPU, or on a GPU where ``Channel.gpus`` is true. A remote
+  ``dst`` is a WRITE, a remote ``src`` is a READ. Dtypes and shapes are not transmitted.
 * ``notify=n`` counts notification ``n`` at the peer after the data of that call has arrived. Notifications are counted and
   order-free. Copies of one call are not ordered among each other.
 * A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps that memory
@@ -41,12 +41,12 @@ from .errors import NotSupported, RdmaError, fresh
 from .memory.arena import Arena, Block, Pool
 from .memory.memory import Memory
 from .notify import Count, Expectation
-from .region import Region, RemoteRegion, local_bytes
+from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .words.signals import MAX_NOTIFY
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
-Local = torch.Tensor | Region
+Local = torch.Tensor | Array | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
 
 
@@ -353,10 +353,10 @@ def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion, gpu: str = "
         raise ValueError("exactly one side of a copy is remote: memcpy(remote, local) writes, memcpy(local, remote) reads")
     write = isinstance(dst, RemoteRegion)
     remote, local = (dst, src) if write else (src, dst)
+    assert isinstance(remote, RemoteRegion) and not isinstance(local, RemoteRegion)
     tensor = local.tensor if isinstance(local, Region) else local
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"the local side is a tensor or a Region, got {type(tensor).__name__}")
-    assert isinstance(remote, RemoteRegion)
+        tensor = as_tensor(tensor)
     nbytes = local_bytes(tensor, gpu)[1]
     if nbytes != remote.nbytes:
         raise ValueError(f"sizes differ: {nbytes} bytes here, {remote.nbytes} at the peer")

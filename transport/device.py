@@ -31,7 +31,7 @@ from .peers.ended import nobody
 from .peers.heartbeat import MIN_TIMEOUT_S, Looks
 from .peers.identity import uid_of
 from .peers.user_secret import user_secret
-from .region import Region, RemoteRegion, local_bytes
+from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .timeouts import limit, seconds
 from .tls.options import TlsOptions
 from .tls.options import check as check_tls
@@ -216,13 +216,13 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.check()
         return self.arena.pool()
 
-    def register(self, tensor: torch.Tensor) -> Region:
-        """Describe a contiguous tensor's memory to peers. For arena tensors this is free and gives peers no additional rights.
-        Other memory is announced to every peer, who may read and write it until ``Region.close``; the counter
-        ``registrations`` counts that. The region keeps the tensor alive. Raises ``ValueError`` for tensors that are not
-        contiguous, ``RegistrationError``."""
+    def register(self, tensor: torch.Tensor | Array) -> Region:
+        """Describe the memory of a contiguous tensor, or of an array of cupy or numpy, to peers. For arena tensors this is free
+        and gives peers no additional rights. Other memory is announced to every peer, who may read and write it until
+        ``Region.close``; the counter ``registrations`` counts that. The region keeps the memory alive. Raises ``ValueError``
+        for what is not contiguous or cannot be shared with torch, ``RegistrationError``."""
         self.check()
-        return self.memory.register(tensor)
+        return self.memory.register(tensor if isinstance(tensor, torch.Tensor) else as_tensor(tensor))
 
     def export(self, tensor: torch.Tensor) -> bytes:
         """The descriptor of an arena tensor, as bytes. Raises ``RegistrationError`` for other memory, which a ``Region`` of

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import forked, here
-from ..transport import PeerLost, RdmaError, timeouts
-from ..transport.gpu.driver import count, kind
+from ..transport import PeerLost, RdmaError, cuda_driver, timeouts
 from .meeting import named
 from .operations import OF_GROUP, Collectives, groups
 from .queue import Work, failure
@@ -35,7 +34,7 @@ class ProcessGroup(Collectives):
 
     def _get_backend_name(self) -> str:
         """torch asks whether it is gloo to know whether tensors without another device belong on the CPU."""
-        return self.name() if count() else "gloo"
+        return self.name() if cuda_driver.count() else "gloo"
 
     def split_group(
         self,
@@ -77,7 +76,7 @@ class ProcessGroup(Collectives):
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         """torch asks for what a backend can do: split, coalesce, allocate."""
-        if device.type not in ("cpu", kind()):
+        if device.type not in ("cpu", cuda_driver.kind()):
             raise RuntimeError(f"the backend rdmarpc takes tensors on the CPU and on CUDA devices, not on {device}")
         return self
 
@@ -88,7 +87,7 @@ class ProcessGroup(Collectives):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *([torch.device(kind())] if count() else [])]
+        return [torch.device("cpu"), *([torch.device(cuda_driver.kind())] if cuda_driver.count() else [])]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.collected.works = []

@@ -15,10 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..transport import Device, NotSupported, RdmaError, TransferTimeout
-from ..transport.gpu.driver import as_torch, capturing, current_stream, driver, kind, on_streams
-from ..transport.gpu.events import NOT_READY, Event
-from ..transport.gpu.pins import Pins
+from ..transport import NOT_READY, Device, Event, NotSupported, Pins, RdmaError, TransferTimeout, cuda_driver
 from .tensors import Flat, check_places, literal, values
 
 _SLEEP_S = 2e-5, 1e-3
@@ -29,14 +26,14 @@ class _Lane:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        with driver().on(index):
-            self.handle = driver().new_stream()
-        self._stream = as_torch(index, self.handle)
+        with cuda_driver.driver().on(index):
+            self.handle = cuda_driver.driver().new_stream()
+        self._stream = cuda_driver.as_torch(index, self.handle)
 
     def copy(self, begin: Event, copy: Callable[[], None]) -> Event:
         """Enqueue a copy behind ``begin``. The event of its end."""
         begin.follow(self.handle)
-        with driver().on(self._index), on_streams((self._stream,)):
+        with cuda_driver.driver().on(self._index), cuda_driver.on_streams((self._stream,)):
             copy()
         return Event(self._index, self.handle)
 
@@ -87,10 +84,10 @@ class Staging:
 
     def _begin(self, tensor: torch.Tensor) -> Event:
         """What the caller's current stream has been given until now."""
-        if capturing():
+        if cuda_driver.capturing():
             raise NotSupported("a thread that captures a CUDA graph calls a collective", hint="call it outside of the graph")
         index = tensor.device.index
-        return Event(index, current_stream(index))
+        return Event(index, cuda_driver.current_stream(index))
 
     def _lane(self, tensor: torch.Tensor, *, out: bool) -> _Lane:
         key = tensor.device.index, out
@@ -107,7 +104,7 @@ class Staging:
 
 def staged(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies on a GPU that this process's driver serves."""
-    return not tensor.is_cpu and tensor.device.type == kind()
+    return not tensor.is_cpu and tensor.device.type == cuda_driver.kind()
 
 
 def come(events: list[Event], limit: float) -> None:

@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 
 from ..message.layout import span
-from ..transport import NotSupported
-from ..transport.gpu.driver import kind
+from ..transport import NotSupported, cuda_driver
 
 Flat = torch.Tensor
 
@@ -18,7 +17,7 @@ Flat = torch.Tensor
 def check(tensors: Sequence[torch.Tensor], what: str) -> None:
     """Raise unless these are dense tensors of one type, on the CPU or on GPUs that this process's driver serves."""
     for tensor in tensors:
-        if not tensor.is_cpu and tensor.device.type != kind():
+        if not tensor.is_cpu and tensor.device.type != cuda_driver.kind():
             hint = "the backend rdmarpc takes tensors on the CPU and on CUDA devices"
             raise NotSupported(f"{what} of a tensor on {tensor.device}", hint=hint)
         if tensor.layout is not torch.strided:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..graph.servers import errors
+from ..graph import errors
 from ..transport import RdmaError
 from . import plumbing
 

@@ -49,6 +49,7 @@ _VALUES = {
     "rdmarpc.graph.servers.bundle": ("Bundle",),
     "rdmarpc.base.worker_info": ("WorkerInfo",),
     "rdmarpc.message.incoming": ("in_parts", "landed", "landed_on_gpu"),
+    "rdmarpc.message.arrays": ("landed_array",),
     "rdmarpc.message.gpu": ("_from_host",),
     "rdmarpc.message.reducers": (
         "_coo",
@@ -70,7 +71,7 @@ _OWNERS = ("_VariableFunctionsClass", "TensorBase")
 _CALLED = {
     "rdmarpc.gather": ("_bring", "_hand_out"),
     "rdmarpc.message.gpu": ("probe",),
-    "rdmarpc.gradients.waves": ("_deliver", "_settle", "_survey"),
+    "rdmarpc.gradients.waves": ("_settle", "_survey"),
     "rdmarpc.optim.local": ("create", "load_state_dict", "state_dict", "step"),
     "rdmarpc.nn": ("_made", "_make", "_parameters", "_remote_forward", "_remote_forward_on", "_train"),
     "rdmarpc.references.handle": ("_accumulate", "_backward", "_fetch", "_type_of"),

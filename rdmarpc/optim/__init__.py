@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..calls import agent as _agent
 from ..gradients.context import current
-from ..graph.servers.updates import hyperparameters
+from ..graph import hyperparameters
 from ..internal import taken_apart
 from ..references.handle import RRef, ask, fork_of
 from ..transport import NotSupported

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
-from ..graph.servers.trainer import Half
-from ..graph.servers.updates import (
+from ..graph import (
+    ABSENT,
+    NUMBERS,
     PER_PARAMETER,
+    PRESENT,
     Elsewhere,
+    Half,
     counting_dtype,
     hyperparameters,
     leaves_gradients,

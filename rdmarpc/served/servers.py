@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 from ..calls.agent import Agent
-from ..graph.servers.bundle import GRADIENT, WEIGHT, Bundle, Edge
-from ..graph.servers.errors import WorkerError
-from ..graph.servers.layout import dense
-from ..graph.servers.trainer import Half, Trainer, gradient_note
+from ..graph import GRADIENT, WEIGHT, Bundle, Edge, Half, Trainer, WorkerError, dense, gradient_note
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
 from .dropped import Dropped

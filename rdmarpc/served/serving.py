@@ -9,9 +9,7 @@ from typing import Any
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph.servers import kept
-from ..graph.servers.bundle import Bundle
-from ..graph.servers.server import End, Server
+from ..graph import ASKED, Bundle, End, Server
 from ..transport import RdmaError
 
 
@@ -26,7 +24,7 @@ class _Table(dict[str, Server]):
 
 _servers: weakref.WeakKeyDictionary[Agent, _Table] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_ASKED = kept.ASKED | {"connect", "counters", "forget"}
+_ASKED = ASKED | {"connect", "counters", "forget"}
 """What workers ask a ``Server`` for."""
 
 
@@ -47,7 +45,7 @@ def _table(agent: Agent) -> _Table:
                 table.given_up.pop(model, None)
 
     agent.on_peer_lost(lost)
-    agent.at_close(partial(_close_all, table))
+    agent.at_close.append(partial(_close_all, table))
     return table
 
 

@@ -16,8 +16,8 @@ posted from.
 For people who keep to streams: ``Work.block_current_stream`` orders a stream after a copy, ``Channel.notify_after`` a
 notification after a stream. What a peer READs or WRITEs is ordered by notifications alone.
 
-Tensors of CuPy or Numba: ``torch.as_tensor(array, device="cuda")`` shares their memory, which then can be copied and registered
-like any tensor.
+Arrays of cupy are copied and registered like tensors, behind what cupy's current stream was given; ``block_current_stream`` and
+``notify_after`` know torch's streams only. For Numba's, ``torch.as_tensor(array, device="cuda")`` shares the memory.
 
 Never assume a device type: ``cuda_driver.kind()``. Tested over a software driver; not run on hardware.
 """
@@ -36,7 +36,7 @@ from ..errors import NotSupported, PeerLost, RegistrationError
 from ..gpu import driver
 from ..gpu.arena import GpuArena, GpuSegment, settle
 from ..memory.arena import PINNED_SEGMENT_BYTES
-from ..region import Region, RemoteRegion
+from ..region import Array, Region, RemoteRegion, as_tensor
 from ..shm.channel import ShmChannel
 from ..shm.device import ShmDevice
 from .channel import CudaChannel
@@ -90,10 +90,11 @@ class CudaDevice(ShmDevice):
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return self.gpu.empty(sizes, dtype or torch.get_default_dtype(), place)
 
-    def register(self, tensor: torch.Tensor) -> Region:
+    def register(self, tensor: torch.Tensor | Array) -> Region:
         """As for any device, also for GPU memory: free for tensors of ``empty``; then returns when what the caller's current
         stream was given is done (``gpu/arena``)."""
         self.check()
+        tensor = as_tensor(tensor)
         return self.gpu.register(tensor) if self.gpu.of(tensor) else super().register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:

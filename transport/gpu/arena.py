@@ -2,8 +2,8 @@
 
 Tensors made here (``empty``) are born registered. For ``cuda`` they come from a ``torch.cuda.MemPool``, whose segments are kept
 for the life of the process, so memory that a peer has mapped is never given back; another accelerator makes them with its own
-allocator. Their segments stay registered for as long as the memory they belong to. Other GPU memory, also that of CuPy or Numba
-(``torch.as_tensor(array)`` shares it), is announced as a *foreign* region. Its segment is announced with the first such region,
+allocator. Their segments stay registered for as long as the memory they belong to. Other GPU memory, also that of other
+libraries which a tensor shares, is announced as a *foreign* region. Its segment is announced with the first such region,
 and withdrawn with the last.
 
 The driver's number of an allocation tells whether a segment is known: it is never given again in a process.

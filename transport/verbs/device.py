@@ -37,7 +37,7 @@ from ..peers.address import loopback
 from ..peers.guard import Guard
 from ..peers.handshakes import EXPECTED, SETUP_S, dial
 from ..peers.heartbeat import Heart
-from ..region import Region, local_bytes
+from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
 from ..tls.stream import prepare
 from ..words import kernels
@@ -159,10 +159,12 @@ class VerbsDevice(ListeningDevice):
         self.check()
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def register(self, tensor: torch.Tensor) -> Region:
+    def register(self, tensor: torch.Tensor | Array) -> Region:
         """As ``Device.register``; also registers GPU memory, for the peers of this device. It returns when the work that the
         current stream was given before the call is done. Raises ``RegistrationError``, with the reasons, where the adapter
         cannot reach the GPU memory."""
+        if not isinstance(tensor, torch.Tensor):
+            tensor = as_tensor(tensor)
         if tensor.is_cpu:
             return super().register(tensor)
         self.check()
