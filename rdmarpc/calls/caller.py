@@ -482,6 +482,7 @@ class Caller:
                 raise
         if head.grant or pending.key[1]:
             self._keep_places(pending, head)
+        value: Any
         if flags & LONE:
             value = unpack_lone(table, data)
             if head.message:
