@@ -43,7 +43,7 @@ _HOMES = {
     "places.tensor": ("RemoteTensor",),
     "places.wrap": ("wrap",),
     "references.handle": ("RRef",),
-    "served.model": ("serve",),
+    "servers.model": ("serve",),
     "tools.hook": ("install",),
     "transport": (
         "ArenaFull",
@@ -60,7 +60,7 @@ _HOMES = {
 }
 """Modules, and the names that are theirs. A module is a name itself."""
 _LATE = (
-    "served.model",
+    "servers.model",
     "places.balance",
     "places.checkpoint",
     "places.devices",
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from .places.tensor import RemoteTensor
     from .places.wrap import wrap
     from .references.handle import RRef
-    from .served.model import serve
+    from .servers.model import serve
     from .tools.debug import counters, debug_info, explain
     from .tools.hook import install
     from .transport import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rdmarpc.served.model import place
+from rdmarpc.servers.model import place
 
 from .steps import LR, added, made
 

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import scaling
 from rdmarpc.experiments.scaled import simulated, worker
-from rdmarpc.served.model import place
+from rdmarpc.servers.model import place
 
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # noqa: F401 (the first optimizer of a process imports it, which takes seconds)
 
 import rdmarpc
+import rdmarpc.graph
 import rdmarpc.transport
 from rdmarpc.transport.words.compiled import kernels
 

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from ..calls.agent import Agent
-from ..graph.servers.bundle import GRADIENT, WEIGHT, Bundle, Edge
-from ..graph.servers.errors import WorkerError
-from ..graph.servers.layout import dense
-from ..graph.servers.trainer import Half, Trainer, gradient_note
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
+from .bundle import GRADIENT, WEIGHT, Bundle, Edge
 from .dropped import Dropped
+from .errors import WorkerError
+from .layout import dense
 from .left import Left
 from .parameter import Watch
+from .trainer import Half, Trainer, gradient_note
 
 _LEAVE_TIMEOUT_S = 10.0
 _LATE_TIMEOUT_S = 1.0

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
-from ..graph.servers.trainer import Half
-from ..graph.servers.updates import (
+from ..transport import NotSupported
+from .bundle import ABSENT, NUMBERS, PRESENT
+from .servers import Servers
+from .trainer import Half
+from .updates import (
     PER_PARAMETER,
     Elsewhere,
     counting_dtype,
@@ -28,8 +30,6 @@ from ..graph.servers.updates import (
     numbers_of,
     refuse_scaling,
 )
-from ..transport import NotSupported
-from .servers import Servers
 
 
 class _Share:

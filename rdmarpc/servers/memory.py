@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..graph.servers.layout import dense
 from ..places.tensor import RemoteTensor
 from ..transport import NotSupported
 from ..transport.memory.sole import STORAGE_USES, storage_uses
 from .advice import warn
+from .layout import dense
 from .parameter import ServedParameter
 
 Shown = tuple[torch.Tensor, nn.Parameter, int]

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
-from ...transport.peers.guard import broken_by
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
+from ..transport.peers.guard import broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .errors import WorkerError
 from .kept import ASKED, Kept
@@ -36,7 +36,7 @@ from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Device, Transfer
+    from ..transport import Channel, Device, Transfer
 
 
 class _Client:

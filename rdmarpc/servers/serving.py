@@ -9,10 +9,10 @@ from typing import Any
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph.servers import kept
-from ..graph.servers.bundle import Bundle
-from ..graph.servers.server import End, Server
 from ..transport import RdmaError
+from . import kept
+from .bundle import Bundle
+from .server import End, Server
 
 
 class _Table(dict[str, Server]):

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...transport import Device, NotSupported, RdmaError, RemoteRegion
-from ...transport.memory.arena import SLOTS
+from ..transport import Device, NotSupported, RdmaError, RemoteRegion
+from ..transport.memory.arena import SLOTS
 from .layout import HEADER_BYTES, Header, dense, strides
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Transfer, Work
+    from ..transport import Channel, Transfer, Work
     from .station import Station
 
 WEIGHT, GRADIENT = "weight", "gradient"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timing import eventually
 
-from rdmarpc.graph.servers.bundle import (
+from rdmarpc.servers.bundle import (
     ALWAYS,
     GRADIENT,
     PRESENT,
@@ -27,11 +27,11 @@ from rdmarpc.graph.servers.bundle import (
     Edge,
     Room,
 )
-from rdmarpc.graph.servers.errors import WorkerError
-from rdmarpc.graph.servers.layout import Header, dense
-from rdmarpc.graph.servers.server import Server
-from rdmarpc.graph.servers.station import Station
-from rdmarpc.graph.servers.trainer import Trainer, gradient_note
+from rdmarpc.servers.errors import WorkerError
+from rdmarpc.servers.layout import Header, dense
+from rdmarpc.servers.server import Server
+from rdmarpc.servers.station import Station
+from rdmarpc.servers.trainer import Trainer, gradient_note
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]

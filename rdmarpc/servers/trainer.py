@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...transport import RdmaError, RemoteRegion, TransferTimeout
+from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, note_bytes, note_of
 from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Device
+    from ..transport import Channel, Device
 
 
 class Half:

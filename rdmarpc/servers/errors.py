@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...transport import RdmaError, for_others
-
-loads: Callable[[bytes], Any] = pickle.loads
-"""How what a server reports is read: whoever restricts what peers may name replaces it."""
+from ..message import permits
+from ..transport import RdmaError, for_others
 
 
 class WorkerError(NamedTuple):
@@ -46,7 +43,7 @@ class WorkerError(NamedTuple):
         text = f"on worker {worker!r}: {self.message}\n\nTraceback on {worker!r}:\n{self.trace}"
         for blob in filter(None, (self.whole, self.kind)):
             try:
-                found = loads(blob)
+                found = permits.loads(blob)
                 if isinstance(found, type) and issubclass(found, RdmaError):
                     return found(text, peer=self.peer, status=self.status)
                 if not isinstance(found, Exception):

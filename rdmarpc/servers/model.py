@@ -14,11 +14,11 @@ from torch import nn
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph.servers.bundle import ALWAYS, TRACED, Edge
 from ..graph.show.describe import Transfers, describe
 from ..graph.show.records import Crossing
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
+from .bundle import ALWAYS, TRACED, Edge
 from .servers import Servers, close_dropped
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"
