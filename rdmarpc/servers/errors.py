@@ -4,83 +4,70 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..message import permits
 from ..transport import RdmaError, for_others
 
 
 class WorkerError(NamedTuple):
-    """Plain data."""
+    """Plain data. ``text``: the worker's name, the error's message, and the traceback there."""
 
     name: str
     """Of its type."""
-    message: str
-    trace: str
-    peer: str = ""
-    """Of an ``RdmaError``, and ``status``: who was lost, perhaps another one than the worker that says so."""
-    status: str = ""
-    kind: bytes = b""
-    """A pickle of its type, or of the first type above that other processes can find."""
-    whole: bytes = b""
-    """A pickle of the exception, or of what ``_made`` takes."""
+    text: str
+    copies: tuple[bytes, ...]
+    """Pickles of an exception, or of what makes one (type, arguments, attributes): the first that can be read here is raised.
+    Types that other processes cannot find are replaced by the first one above that they can."""
 
     @staticmethod
     def of(error: BaseException, worker: str) -> WorkerError:
         """``worker``: whose it is."""
         error = for_others(error, worker)
-        name = type(error).__name__
+        message = error.message if isinstance(error, RdmaError) else str(error)
         trace = "".join(traceback.format_exception(error))
+        text = f"on worker {worker!r}: {message}\n\nTraceback on {worker!r}:\n{trace}"
+        kind = next(kind for kind in type(error).__mro__ if _dumped(kind))
+        copies: list[bytes] = []
         if isinstance(error, RdmaError):
-            return WorkerError(name, error.message, trace, error.peer, error.status, _kind(error))
-        if not isinstance(error, Exception):
-            return WorkerError(name, str(error), trace)
-        return WorkerError(name, str(error), trace, kind=_kind(error), whole=_whole(error))
+            copies = [_dumped((kind, (text,), {"peer": error.peer, "status": error.status}))]
+        elif isinstance(error, Exception):
+            attributes = {name: value for name, value in error.__dict__.items() if _dumped(value)}
+            made = [(kind, error.args, attributes), (kind, (message,), {})]
+            copies = [_dumped(error) if _same(error) else b"", *map(_dumped, made)]
+        return WorkerError(type(error).__name__, text, tuple(filter(None, copies)))
 
     def raised(self, worker: str) -> Exception:
         """The exception again, as in one process, caused by a ``RuntimeError`` with the worker's name and the traceback there.
         ``RdmaError`` have both in their text, and one stands for what cannot be made again here."""
-        text = f"on worker {worker!r}: {self.message}\n\nTraceback on {worker!r}:\n{self.trace}"
-        for blob in filter(None, (self.whole, self.kind)):
+        for blob in self.copies:
             try:
                 found = permits.loads(blob)
-                if isinstance(found, type) and issubclass(found, RdmaError):
-                    return found(text, peer=self.peer, status=self.status)
-                if not isinstance(found, Exception):
-                    found = _made(*found) if isinstance(found, tuple) else _made(found, (self.message,), {})
-                found.__cause__ = RuntimeError(text)
-                return found
+                if isinstance(found, tuple):
+                    kind, args, given = found
+                    if issubclass(kind, RdmaError):
+                        return kind(*args, **given)
+                    if not issubclass(kind, Exception):
+                        continue
+                    # Without its constructor, which takes other arguments than an exception keeps.
+                    found = kind.__new__(kind, *args)
+                    found.args = args
+                    found.__dict__.update(given)
+                if isinstance(found, Exception):
+                    found.__cause__ = RuntimeError(self.text)
+                    return found
             except Exception:
                 continue
-        return RdmaError(f"{self.name} {text}", peer=worker)
+        return RdmaError(f"{self.name} {self.text}", peer=worker)
 
 
-def _kind(error: Exception) -> bytes:
-    return next(blob for kind in type(error).__mro__ if (blob := _dumped(kind)))
-
-
-def _whole(error: Exception) -> bytes:
-    """A pickle of the exception where that gives an equal one, else of what ``_made`` takes, with those attributes that can
-    be pickled. Empty where its arguments cannot be."""
+def _same(error: Exception) -> bool:
+    """Whether its pickle gives an equal exception."""
     try:
-        blob = pickle.dumps(error)
-        again = pickle.loads(blob)
-        if type(again) is type(error) and str(again) == str(error) and again.__dict__.keys() == error.__dict__.keys():
-            return blob
+        again = pickle.loads(pickle.dumps(error))
+        return type(again) is type(error) and str(again) == str(error) and again.__dict__.keys() == error.__dict__.keys()
     except Exception:
-        pass
-    attributes = {name: value for name, value in error.__dict__.items() if _dumped(value)}
-    return _dumped((pickle.loads(_kind(error)), error.args, attributes))
-
-
-def _made(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
-    """Without its constructor, which takes other arguments than an exception keeps."""
-    if not issubclass(kind, Exception):
-        raise TypeError(f"{kind.__name__} is no exception")
-    made = kind.__new__(kind, *args)
-    made.args = args
-    made.__dict__.update(attributes)
-    return made
+        return False
 
 
 def _dumped(value: object) -> bytes:

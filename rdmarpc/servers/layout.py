@@ -2,19 +2,16 @@
 
 A header is the 64 bytes in front of a bundle: five little-endian int64 words, written together with the payload, and padding.
 
-What crosses of a tensor is the storage as it lies, so channels-last stays channels-last. Its order is one integer: 0 for
-row-major, else 4 bits a dimension, outermost in memory first, holding dimension + 1.
+What crosses of a tensor is the storage as it lies, so channels-last stays channels-last.
 """
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import NamedTuple
 
 import torch
 
-MAX_DIMS = 15
 HEADER_BYTES = 64
 _WIRE = struct.Struct("<5q")
 
@@ -42,33 +39,19 @@ class Header(NamedTuple):
         return Header._make(_WIRE.unpack_from(memory))
 
 
-def dense(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """A contiguous view of all of the tensor's storage and its order, or ``None`` if there are gaps or overlaps (then only
-    a copy can be sent)."""
+def dense(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A contiguous view of all of the tensor's storage, or ``None`` if there are gaps or overlaps (then only a copy can be
+    sent)."""
     if tensor.is_conj() or tensor.is_neg():
         return None
-    shape, given = tuple(tensor.shape), tensor.stride()
-    if given == strides(shape, 0):
-        return tensor, 0
-    if tensor.dim() <= MAX_DIMS:
-        # Among equal strides a dimension of size 1 comes last: its stride decides which kernels torch chooses, so it must
-        # come out as it was.
-        dims = sorted(range(tensor.dim()), key=lambda dim: (-given[dim], shape[dim] == 1))
-        view = tensor.permute(dims)
-        if view.is_contiguous():
-            return view, sum(dim + 1 << 4 * at for at, dim in enumerate(dims))
-    return (tensor, 0) if tensor.is_contiguous() else None
+    if tensor.is_contiguous():
+        return tensor
+    stride = tensor.stride()
+    view = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim]))
+    return view if view.is_contiguous() else None
 
 
-@functools.lru_cache(4096)
-def strides(shape: tuple[int, ...], order: int) -> tuple[int, ...]:
-    """Strides, in elements, of a tensor of this shape in that memory order."""
-    dims = [(order >> 4 * at & 15) - 1 for at in range(len(shape))] if order else list(range(len(shape)))
-    if sorted(dims) != list(range(len(shape))):
-        raise ValueError(f"{order:#x} is no memory order of {len(shape)} dimensions")
-    result = [0] * len(shape)
-    step = 1
-    for dim in reversed(dims):
-        result[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(result)
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its own strides, in elements, if it is dense; else those of a contiguous tensor of its shape. They decide which kernels
+    torch chooses, also those of dimensions of size 1."""
+    return tensor.stride() if dense(tensor) is not None else torch.empty(tensor.shape, device="meta").stride()

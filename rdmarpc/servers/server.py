@@ -114,10 +114,6 @@ class Server(threading.Thread):
         """Whether all workers that ever came are gone: nobody writes here any more."""
         return self.gone | self.end.awaited >= set(self.workers)
 
-    def why(self) -> tuple[Any, ...] | None:
-        """The error that ended this server (a ``WorkerError``); ``None`` if there is none."""
-        return None if self.error is None else tuple(self.error)
-
     def meet(self) -> None:
         """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the
         slowest."""
@@ -262,6 +258,6 @@ class Server(threading.Thread):
 def _same_tensors(mine: Bundle, theirs: Bundle, worker: str) -> None:
     ours = [(edge.name, edge.shape, edge.dtype) for edge in mine.edges]
     others = [(edge.name, edge.shape, edge.dtype) for edge in theirs.edges]
-    if (ours, mine.orders) != (others, theirs.orders):
+    if ours != others or any(one.strides != other.strides for one, other in zip(mine.edges, theirs.edges)):
         different = next((a for a, b in zip(ours, others) if a != b), "a tensor more, or another memory order")
         raise ValueError(f"worker {worker!r} serves another model under this name: {different} differs")

@@ -126,8 +126,9 @@ def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
 
 
 def why(model: str) -> tuple[Any, ...] | None:
-    """Called at a server: see ``Server.why``."""
-    return _find(model).why()
+    """Called at a server: the error that ended it (a ``WorkerError``); ``None`` if there is none."""
+    error = _find(model).error
+    return None if error is None else tuple(error)
 
 
 def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = "") -> None:
