@@ -15,8 +15,9 @@ STOREYS = [
         ["what we show"],
         ("#f4f1ea", "#e3dccb"),
         [
-            [("pipelines/", "schedules"), ("gpus/", "cuda"), ("rdma/", "verbs"), ("digits/", "train")],
-            [("harness/", "all share"), ("latency/", "bench"), ("exchange/", "minibatch"), ("together/", "collectives")],
+            [("paper_runs/", "all, one after the other"), ("programs/", "the same, in three libraries")],
+            [("latency/", "calls and copies"), ("exchange/", "gradients, sums"), ("training/", "models that learn")],
+            [("harness/", "all share")],
         ],
     ),
     (

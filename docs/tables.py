@@ -59,8 +59,8 @@ def table(found: re.Match[str]) -> str:
 def rooms(found: re.Match[str]) -> str:
     there = set()
     for top in ("transport", "graph", "rdmarpc"):
-        for path in (ROOT / top).rglob("*.py"):
-            if re.search(rf"^from \S+ import .*\b{found[2]}\b", path.read_text(), re.M):
+        for path in (ROOT / top).glob("*/**/*.py"):
+            if re.search(rf"^from \S+ import (\([^)]*|.*)\b{found[2]}\b", path.read_text(), re.M):
                 there.add(f"`{path.relative_to(ROOT).parent}`")
     return found[1] + ", ".join(sorted(there)) + "\n" + found[4]
 

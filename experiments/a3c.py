@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, text
+from .harness.libraries import TITLES
 from .harness.targets import end_to_end, ratio
-from .peers.libraries import TITLES
-from .peers.turns import Turns, run_app
+from .harness.turns import Turns, run_app
 
 CONF = apps.CONF
 PUBLISHED = {1: (46.9, 90.9, 7.7, 52.7), 7: (37.6, 91.5, 9.0, 54.6)}
@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    common = job | {"register": f"{__package__}.actors.learner", "drive": f"{__package__}.actors.actor:drive"}
+    common = job | {"register": f"{__package__}.training.learner", "drive": f"{__package__}.training.actor:drive"}
     common |= {"clients": job["actors"], "servers": 1, "calls": 1, "threads": 16, "functions": ["fetch", "push"]}
     for seed in job["seeds"]:
         for library in job["libraries"]:

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from .harness.processes import Group, WorkerFailed, run_job
-from .rdma.workers import SMALL, perftest_main, rdmarpc_main, torch_main
+from .latency.rdma_workers import SMALL, perftest_main, rdmarpc_main, torch_main
 
 Medians = dict[tuple[str, int, str], float]
 
 
 def port_facts() -> dict[str, Any]:
     """The port that the device chooses, and how it is reached. Ends the program where there is none."""
-    from rdmarpc.transport.errors import RdmaError
-    from rdmarpc.transport.nic import choice, ports, sysfs
+    from rdmarpc.transport import RdmaError, choice, ports, sysfs
 
     try:
         provider = choice.choose().name

@@ -12,14 +12,14 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from .exchange import collective_worker as worker
+from .exchange.collective_cases import CASES
+from .exchange.collective_models import MODELS
+from .exchange.collective_report import NOTE, Times, print_table, summary, table_of
 from .harness import apps
 from .harness.findings import machine, of_rich
 from .harness.processes import Group, run_job
 from .harness.versions import versions
-from .together import worker
-from .together.cases import CASES
-from .together.models import MODELS
-from .together.report import NOTE, Times, print_table, summary, table_of
 
 CONF = apps.CONF
 QUICK = {"models": ["GRU"], "ranks": [2], "up_to": 4 << 20, "rounds": 2, "round_s": 0.1}

@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, size_text, text, times
+from .harness.libraries import TITLES
 from .harness.targets import ratio
-from .peers.libraries import TITLES
-from .peers.turns import Turns, main_with_results, run_app
+from .harness.turns import Turns, main_with_results, run_app
 
 CONF = apps.CONF
 NAMES = ("images", "sequences", "sentences")
@@ -39,7 +39,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    from .learning import server, trainer
+    from .training import learning_server as server
+    from .training import learning_trainer as trainer
 
     common = job | {"register": server.__name__, "drive": f"{trainer.__name__}:drive", "functions": server.NAMES, "calls": 1}
     common |= {"clients": job["workers"], "threads": job["workers"] + 2}
@@ -54,7 +55,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables, the targets and the pictures."""
     from .harness.pictures import draw_parts
-    from .learning.picture import draw_curves
+    from .training.learning_picture import draw_curves
 
     rows, parts = [], []
     for problem in job["problems"]:
@@ -108,7 +109,7 @@ def steps_of(findings: Findings, problem: str, library: str) -> int | None:
 
 
 def models(findings: Findings, job: dict[str, Any]) -> list[list[str]]:
-    from .learning.problems import PROBLEMS
+    from .training.problems import PROBLEMS
 
     rows = []
     for name in job["problems"]:

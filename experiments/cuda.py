@@ -37,9 +37,9 @@ GRADIENTS_WITHIN = 1e-5
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cuda")
 def main(cfg: DictConfig) -> None:
     """All rounds, then the tables and the file. Fails where rdmarpc does, or where its gradients are wrong."""
-    from .gpus.report import print_tables, summary, tables
-    from .gpus.workers import missing
     from .harness.findings import of_rich
+    from .latency.gpu_report import print_tables, summary, tables
+    from .latency.gpu_workers import missing
 
     job = checked(cfg)
     if job["device"] == "cuda" and (why := missing("cuda")):
@@ -102,7 +102,7 @@ def run(job: dict[str, Any], folder: Path) -> Found:
 
 def turn(program: str, what: str, count: int, job: dict[str, Any], folder: Path, found: Found) -> None:
     """`count` new processes run a program of `cuda_workers`, from start to end."""
-    from .gpus import workers
+    from .latency import gpu_workers as workers
 
     if (program, what) in found.failed:
         return

@@ -18,10 +18,10 @@ import hydra
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from .data_parallel import worker
 from .harness import apps
 from .harness.findings import Findings, print_findings
 from .harness.processes import Group, run_job
+from .training import ddp_worker as worker
 
 CONF = apps.CONF
 PARTS = ("granularity", "buckets", "breakdown", "skipping", "convergence", "scaling")
@@ -33,7 +33,8 @@ QUICK |= {"compute_ms": 30, "parameters": 2_560_000}
 @hydra.main(version_base="1.3", config_path=CONF, config_name="ddp")
 def main(cfg: DictConfig) -> None:
     """All parts, then the tables, the file and the pictures. Fails where a group does."""
-    from .data_parallel import picture, report
+    from .training import ddp_picture as picture
+    from .training import ddp_report as report
 
     job = checked(cfg)
     findings = Findings("Data parallel training", "ms")
@@ -74,7 +75,7 @@ def run(job: dict[str, Any], findings: Findings) -> None:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
-    from .data_parallel.models import MODELS
+    from .training.ddp_models import MODELS
 
     job = apps.plain(cfg)
     if job["quick"]:

@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.turns import Turns, run_app
-from .shapes.runs import ahead, checked, table, take_all
+from .harness.turns import Turns, run_app
+from .latency.shapes_runs import ahead, checked, table, take_all
 
 CONF = apps.CONF
 
@@ -48,7 +48,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables, the targets and the picture."""
-    from .shapes.picture import draw
+    from .latency.shapes_picture import draw
 
     tables = job["tables"] * job["servers"]
     note = f"Trainers: {job['trainers']}, servers: {job['servers']}, each with {job['tables']} tables"

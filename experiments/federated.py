@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, available_gib, text, times
+from .harness.libraries import TITLES
 from .harness.targets import end_to_end, ratio
-from .peers.libraries import TITLES
-from .peers.turns import Turns, run_app
+from .harness.turns import Turns, run_app
 
 CONF = apps.CONF
 COPIES = 7
@@ -35,7 +35,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    from .federation import namespaces, worker
+    from .training import federation_worker as worker
+    from .training import namespaces
 
     needs = COPIES * job["clients"] * 4 * job["parameters"] / 2**30
     if (has := available_gib()) < needs:
@@ -43,7 +44,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
         turns.findings.left_out(f"{job['clients']} clients", why)
         return
     os.environ["RDMARPC_SECRET"] = secrets.token_hex(32)  # workers of several namespaces are as workers of several hosts
-    drive = f"{__package__}.federation.worker:drive"
+    drive = f"{__package__}.training.federation_worker:drive"
     common = job | {"device": "tcp", "drive": drive, "servers": 1, "calls": 1, "threads": job["clients"] + 2}
     common |= {"functions": ["averaged"]}
     for number in range(job["turns"]):
@@ -62,7 +63,7 @@ def rate(gbits: float) -> str:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The table, and the targets."""
-    from .federation.worker import METHODS
+    from .training.federation_worker import METHODS
 
     libraries = job["libraries"]
     others = [each for each in libraries if each != "rdmarpc"] if "rdmarpc" in libraries else []

@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings, text, times
 from .harness.targets import end_to_end, ratio
-from .peers.turns import Turns, run_app
-from .pipelines.gpt_workers import main as worker
+from .harness.turns import Turns, run_app
+from .training.gpt_workers import main as worker
 
 CONF = apps.CONF
 TITLES = {"rdmarpc": "rdmarpc", "torch_rpc": "torch RPC", "pipelining": "torch pipelining"}
@@ -67,7 +67,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The table, the targets and the picture."""
-    from .pipelines.picture import draw_gpt
+    from .training.pipeline_picture import draw_gpt
 
     others = [each for each in job["libraries"] if each != "rdmarpc"]
     rows = []

@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.libraries import TITLES
-from .peers.turns import Turns, main_with_results, run_app
-from .spread.report import judge as judge_all
+from .harness.libraries import TITLES
+from .harness.turns import Turns, main_with_results, run_app
+from .training.spread_report import judge as judge_all
 
 CONF = apps.CONF
 MOST_NODES = 1 << 24
@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    from .spread import graphs
+    from .training import graphs
 
     common = job | {"register": graphs.__name__, "functions": graphs.NAMES, "drive": f"{graphs.__name__}:drive", "calls": 1}
     common |= {"clients": job["workers"], "threads": job["workers"] + 2}

@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, available_gib, size_text
-from .peers.libraries import TITLES
-from .peers.turns import Turns, run_app
+from .harness.libraries import TITLES
+from .harness.turns import Turns, run_app
 
 CONF = apps.CONF
 DEVICES = ("shm", "tcp", "verbs")
@@ -37,8 +37,8 @@ def main(cfg: DictConfig) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables, the targets and the picture."""
-    from .in_flight import tables
-    from .in_flight.picture import draw_grid
+    from .latency import grid_tables as tables
+    from .latency.grid_picture import draw_grid
 
     tables.judge(findings, job)
     draw_grid(findings, job, folder / "grid.png")
@@ -56,7 +56,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 def parts(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], int, int]]:
     """(what all libraries' turns of this round measure, number of the round, number of rounds): the small sizes together, then
     each large one, if there is memory for it."""
-    common = job | {"clients": 1, "servers": 1, "drive": f"{__package__}.in_flight.client:drive"}
+    common = job | {"clients": 1, "servers": 1, "drive": f"{__package__}.latency.grid_client:drive"}
     small = [size for size in job["sizes"] if size < job["large"]]
     scripts = [f"{name}_script" for name in job["functions"]] if job["script"] else []
     for number in range(job["rounds"] if small else 0):
@@ -74,7 +74,7 @@ def local(part: dict[str, Any], findings: Findings) -> None:
     """The same functions in this process."""
     import torch
 
-    from .in_flight.client import local_ms, under_way
+    from .latency.grid_client import local_ms, under_way
 
     torch.set_num_threads(1)  # as workers have it
     for size in part["sizes"]:
@@ -84,7 +84,7 @@ def local(part: dict[str, Any], findings: Findings) -> None:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
-    from .peers.functions import FUNCTIONS
+    from .harness.functions import FUNCTIONS
 
     job = apps.plain(cfg)
     if job["quick"]:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.turns import Turns, run_app
+from .harness.turns import Turns, run_app
 from .programs.counting import size_of_file
 
 CONF = apps.CONF

@@ -21,8 +21,8 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings
 from .harness.processes import Group, run_job
+from .harness.turns import Turns, missing
 from .harness.versions import versions
-from .peers.turns import Turns, missing
 
 CONF = apps.CONF
 PARTS = ("communication", "end_to_end")

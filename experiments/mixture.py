@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.turns import Turns, main_with_results, run_app
-from .spread.report import ALL_TITLES
-from .spread.report import judge as judge_all
+from .harness.turns import Turns, main_with_results, run_app
+from .training.spread_report import ALL_TITLES
+from .training.spread_report import judge as judge_all
 
 CONF = apps.CONF
 GROUPS = ("rdmarpc_group", "gloo")
@@ -33,7 +33,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    from .spread import calls, collective
+    from .training import spread_calls as calls
+    from .training import spread_collective as collective
 
     common = job | {"register": calls.__name__, "functions": calls.NAMES, "drive": f"{calls.__name__}:drive", "calls": 1}
     common |= {"clients": job["workers"], "threads": job["workers"] + 2}

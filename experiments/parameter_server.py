@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.turns import Turns, run_app
-from .shapes.runs import ahead, checked, table, take_all
+from .harness.turns import Turns, run_app
+from .latency.shapes_runs import ahead, checked, table, take_all
 
 CONF = apps.CONF
 CASES = ("all buckets", "sparse buckets")
@@ -37,7 +37,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The table, the targets and the picture."""
-    from .shapes.picture import draw
+    from .latency.shapes_picture import draw
 
     note = f"Medians. Trainers: {job['trainers']}, servers: {job['servers']}; {job['layers']} dense"
     note += f" layers of width {job['width']}, a table of {job['rows']} rows, {job['batch']} x {job['bag']} of them a batch"

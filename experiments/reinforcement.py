@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.turns import Turns, run_app
-from .shapes.runs import ahead, checked, table, take_all
+from .harness.turns import Turns, run_app
+from .latency.shapes_runs import ahead, checked, table, take_all
 
 CONF = apps.CONF
 CASES = ("one by one", "in batches")
@@ -40,7 +40,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables, the targets and the picture."""
-    from .shapes.picture import draw
+    from .latency.shapes_picture import draw
 
     note = "From an observer's question to the agent's answer, medians"
     table(findings, job, "An action, ms", "latency", False, note)

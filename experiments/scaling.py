@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, text
-from .peers.libraries import TITLES
-from .peers.turns import Turns, run_app
-from .scaled.published import COMPUTE_MS
+from .harness.libraries import TITLES
+from .harness.turns import Turns, run_app
+from .training.scaling_simulated import COMPUTE_MS
 
 CONF = apps.CONF
 
@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    common = job | {"drive": f"{__package__}.scaled.worker:drive", "calls": 1, "threads": 16}
+    common = job | {"drive": f"{__package__}.training.scaling_worker:drive", "calls": 1, "threads": 16}
     common |= {"functions": ["swapped", "identity"]}
     for number in range(job["rounds"]):
         for count in job["workers"]:
@@ -45,8 +45,8 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables, the targets and the picture."""
-    from .scaled import simulated
-    from .scaled.picture import draw_scaling
+    from .training import scaling_simulated as simulated
+    from .training.scaling_picture import draw_scaling
 
     compute, libraries = job["compute_ms"], job["libraries"]
     rows = []
@@ -93,7 +93,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
     from .exchange.models import MODELS
-    from .scaled.worker import PLACEMENTS
+    from .training.scaling_worker import PLACEMENTS
 
     job = apps.plain(cfg)
     if job["quick"]:

@@ -30,7 +30,7 @@ CONF = apps.CONF
 def main(cfg: DictConfig) -> None:
     """One run."""
     from .harness.findings import of_rich
-    from .pipelines.report import print_tables, summary, tables_of
+    from .training.pipeline_report import print_tables, summary, tables_of
 
     job = checked(cfg)
     told: dict[str, list[dict[str, Any]]] = {"measured": []}
@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> None:
 
 def groups(job: dict[str, Any]) -> list[Group]:
     """The processes that take turns."""
-    from .pipelines import workers
+    from .training import pipeline_workers as workers
 
     found = [Group("rdmarpc", workers.ours, job["count"] + 1)]
     return [*found, Group("torch", workers.theirs, job["count"])] if job["torch"] else found

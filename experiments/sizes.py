@@ -20,8 +20,8 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings, available_gib, text, times
 from .harness.targets import ratio
-from .peers.turns import Turns, run_app
-from .peers.turns import main as by_calls
+from .harness.turns import Turns, run_app
+from .harness.turns import main as by_calls
 
 CONF = apps.CONF
 DEVICES = ("shm", "tcp", "verbs")
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables, the targets and the picture."""
-    from .ways.picture import draw_sizes
+    from .latency.sizes_picture import draw_sizes
 
     for device in job["devices"]:
         judge_device(findings, job, device)
@@ -51,7 +51,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
 
 
 def run(job: dict[str, Any], turns: Turns) -> None:
-    from .ways.producer import main as by_writes
+    from .latency.sizes_producer import main as by_writes
 
     for part, way, device in parts(job, turns.findings):
         title = f"{WAYS[way]} over {device}, {part['title']}"
@@ -61,7 +61,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 def parts(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], str, str]]:
     """(what a turn measures, way, device): the small sizes together, then each large one where there is memory for it."""
-    drive = f"{__package__}.ways.producer:drive"
+    drive = f"{__package__}.latency.sizes_producer:drive"
     one = {"clients": 1, "servers": 1, "calls": 1, "threads": 16, "functions": ["identity", "largest"], "drive": drive}
     small = [size for size in job["sizes"] if size < job["large"]]
     for sizes in [small, *([size] for size in job["sizes"] if size >= job["large"])]:

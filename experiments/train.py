@@ -19,16 +19,17 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from rdmarpc import transfers
-from rdmarpc.links.group import slurm
 
-from .digits import data, torch_rpc, worker
 from .harness import apps, launched
 from .harness.processes import Group, run_job
 from .harness.targets import of_goal, of_times
 from .harness.versions import versions
+from .training import digits_data as data
+from .training import digits_torch_rpc as torch_rpc
+from .training import digits_worker as worker
 
 if TYPE_CHECKING:
-    from .digits.report import TrainingDisplay
+    from .training.digits_report import TrainingDisplay
 
 CONF = apps.CONF
 AHEAD = "a step, times faster than torch RPC"
@@ -43,9 +44,9 @@ def main(cfg: DictConfig) -> None:
         launched.run_here(worker.main, task, job, lambda group, event: None)
         return
 
-    from .digits.report import TrainingDisplay, counted, training_table
     from .harness.findings import of_rich
     from .harness.pictures import draw_comm_comp
+    from .training.digits_report import TrainingDisplay, counted, training_table
 
     folder = apps.run_folder()
     display = TrainingDisplay(job)
@@ -82,7 +83,7 @@ def run_on_this_host(job: dict[str, Any], display: TrainingDisplay) -> None:
         run_job(groups, job | meet, display.on_event, job["timeout_s"])
 
 
-def checked(cfg: DictConfig, task: slurm.Task | None) -> dict[str, Any]:
+def checked(cfg: DictConfig, task: launched.Task | None) -> dict[str, Any]:
     """The config as plain values, with the placement for this many workers; ends the program if it makes no sense."""
     job = apps.plain(cfg)
     if task is not None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rdmarpc as rpc
-from rdmarpc.places import wrap
-from rdmarpc.transfers import Transfers
+from rdmarpc.graph import Transfers
 
 from .harness.processes import Group, Launcher, run_job
 
@@ -43,7 +42,7 @@ def train(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     options = rpc.RpcBackendOptions(init_method=job["init_method"])
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=5, rpc_backend_options=options)
     if rank == 0:
-        model = wrap(Branches(), PLACEMENT)
+        model = rpc.wrap(Branches(), PLACEMENT)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             nn.functional.cross_entropy(model(torch.randn(16, 3, 32, 32)), torch.randint(10, (16,))).backward()

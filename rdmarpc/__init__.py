@@ -3,7 +3,7 @@ beforehand.
 
 ``init_rpc`` joins a group of workers. ``rpc_sync``, ``rpc_async`` and ``remote`` call functions there, ``wrap`` distributes one
 model over workers, ``serve`` keeps a model's parameters at servers. The submodules ``autograd``, ``optim``, ``nn``,
-``functions`` and ``internal`` stand in for those of torch.
+``functions`` and ``internal`` stand in for those of torch; ``transfers`` reads what was saved about what crosses.
 """
 
 from __future__ import annotations

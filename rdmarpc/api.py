@@ -36,8 +36,7 @@ from .message import script as _script  # noqa: F401 (says how TorchScript trave
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug
-from .transport import PeerLost, RdmaError, timeouts
-from .transport.peers.guard import hint_for, need_descriptors
+from .transport import PeerLost, RdmaError, hint_for, need_descriptors, timeouts
 
 _DESCRIPTORS = 32
 """The file descriptors that a worker of a small group needs: for its store, its device, and one or two connections."""
@@ -141,7 +140,7 @@ def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: 
     agent = _agent.current()
     if internal.current is not _internal_rpc_pickler:
         func, args, kwargs = internal.taken_apart(func, args, kwargs)
-    return agent.call(agent.resolve(to), func, args, kwargs, timeout)
+    return agent.start(agent.resolve(to), func, args, kwargs, timeout).result()
 
 
 def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Future:

@@ -52,8 +52,8 @@ def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ..
     that ran have added their gradients: begin anew with a new context.
     """
     check_types(context_id, roots)
-    found = _find(context_id)
-    waves.backward(_agent.current(), found, scalars(roots), retain_graph)
+    agent = _agent.require(_NOT_INITIALIZED)
+    waves.backward(agent, agent.contexts.find(context_id), scalars(roots), retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

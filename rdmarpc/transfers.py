@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .graph.show.describe import Transfers, load, save
+from .graph import Transfers, load, save
 from .transport import NotSupported
 
 __all__ = ["Transfers", "load", "save"]

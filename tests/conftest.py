@@ -82,20 +82,37 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def _children() -> dict[int, str]:
-    """Our living descendants, without the helpers and what lasts on purpose."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
+def _descendants() -> set[int]:
+    """All of them. The kernel lists the children of a thread; to look at every process of the machine would take ten times as
+    long, twice a test."""
+    found: set[int] = set()
+    asked = [os.getpid()]
+    while asked:
+        threads = Path(f"/proc/{asked.pop()}/task")
         try:
+            born = {int(pid) for thread in os.listdir(threads) for pid in (threads / thread / "children").read_text().split()}
+        except OSError:  # it has ended
+            continue
+        asked += born - found
+        found |= born
+    return found
+
+
+def _left(before: set[int]) -> dict[int, str]:
+    """Our living descendants that are new, without the helpers and what lasts on purpose."""
+    left = {}
+    for pid in _descendants() - before - lasting:
+        try:
+            process = psutil.Process(pid)
             command = " ".join(process.cmdline())
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             helper = any(name in command for name in HELPERS) and process.ppid() == os.getpid()
         except psutil.Error:
             continue
-        if not helper and process.pid not in lasting:
-            found[process.pid] = command
-    return found
+        if not helper:
+            left[pid] = command
+    return left
 
 
 def _ownerless(before: set[str]) -> set[str]:
@@ -114,10 +131,10 @@ def _ownerless(before: set[str]) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    processes, shared = set(_children()), set(os.listdir("/dev/shm"))
+    processes, shared = _descendants(), set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 10.0  # a process that was told to end may need a moment
-    while (left := {pid: name for pid, name in _children().items() if pid not in processes}) and (time.monotonic() < deadline):
+    while (left := _left(processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"processes left behind: {left}"
     while (appeared := _ownerless(shared)) and time.monotonic() < deadline:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,11 @@ ORDER = {
 }
 """Rooms, and files at a storey's root, from the bottom to the top. A room imports what is below it, never its neighbours."""
 
-BEAR_NAMES = {"rdmarpc/places"}
-"""Rooms that users import by name: their ``__init__.py`` has what they import."""
+BEAR_NAMES = {"rdmarpc/places", "transport/exchange"}
+"""Rooms that users, or the storeys above, import by name: their ``__init__.py`` has what they import."""
+
+FOLDERS = STOREYS | {"experiments": "rdmarpc.experiments"}
+"""The storeys, and what stands on them."""
 
 Place = tuple[str, str]
 """A storey, and a room or a file at its root."""
@@ -69,31 +73,57 @@ class Module:
         within = path.relative_to(root / storey)
         self.path, self.is_package = path, path.name == "__init__.py"
         self.place: Place = storey, within.parts[0]
-        parts = [STOREYS[storey], *within.with_suffix("").parts]
+        parts = [FOLDERS[storey], *within.with_suffix("").parts]
         self.name = ".".join(parts[:-1] if self.is_package else parts)
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
 
 
-def modules(root: Path) -> dict[str, Module]:
-    found = (Module(root, storey, path) for storey in STOREYS for path in sorted((root / storey).rglob("*.py")))
+def modules(root: Path, storeys: Iterable[str] = STOREYS) -> dict[str, Module]:
+    found = (Module(root, storey, path) for storey in storeys for path in sorted((root / storey).rglob("*.py")))
     return {module.name: module for module in found}
 
 
-def imports(module: Module, known: dict[str, Module]) -> dict[str, int]:
-    """The modules that one imports anywhere in its text, with a line."""
-    found: dict[str, int] = {}
+def statements(module: Module) -> Iterator[tuple[int, str, str]]:
+    """Each import anywhere in its text: the line, from which module, and which name (empty: the module itself)."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ImportFrom):
             base = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
             start = base[: len(base) - node.level + 1] if node.level else []
             source = ".".join([*start, *([node.module] if node.module else [])])
-            names = [f"{source}.{item.name}" if f"{source}.{item.name}" in known else source for item in node.names]
+            yield from ((node.lineno, source, item.name) for item in node.names)
         elif isinstance(node, ast.Import):
-            names = [item.name for item in node.names]
-        else:
-            continue
-        found |= {name: node.lineno for name in names if name in known and name != module.name}
+            yield from ((node.lineno, item.name, "") for item in node.names)
+
+
+def imports(module: Module, known: dict[str, Module]) -> dict[str, int]:
+    """The modules that one imports, with a line."""
+    found: dict[str, int] = {}
+    for line, source, item in statements(module):
+        name = f"{source}.{item}" if f"{source}.{item}" in known else source
+        if name in known and name != module.name:
+            found[name] = line
     return found
+
+
+def face(root: Module) -> set[str]:
+    """What the ``__init__.py`` at a storey's root names: what it binds, and modules beside it that its docstring speaks of."""
+    found = set(re.findall(r"``(\w+)``", ast.get_docstring(root.tree) or ""))
+    for node in ast.walk(root.tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {item.asname or item.name for item in node.names}
+    return found
+
+
+def past_a_face(known: dict[str, Module]) -> Iterator[str]:
+    """Imports of another storey that do not take what its root names from its root."""
+    roots = {name: storey for storey, name in FOLDERS.items() if name in known}
+    faces = {name: face(known[name]) | {root.rpartition(".")[2] for root in roots} for name in roots}
+    for module in known.values():
+        for line, source, item in statements(module):
+            storey = next((roots[root] for root in sorted(roots, reverse=True) if f"{source}.".startswith(f"{root}.")), None)
+            if storey in (None, module.place[0]) or (source in faces and (not item or item in faces[source])):
+                continue
+            yield f"{module.path}:{line}: {item or source} from {source}, past what the root of {storey}/ names"
 
 
 def level(place: Place) -> tuple[int, int]:
@@ -141,6 +171,14 @@ def circles(known: dict[str, Module]) -> list[list[str]]:
     return found
 
 
+def code_lines(module: Module) -> int:
+    """Without blanks, comments and docstrings."""
+    texts = (node for node in ast.walk(module.tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    docstrings = {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(map(str.strip, module.path.read_text(encoding="utf-8").splitlines()), 1)
+    return sum(bool(line) and not line.startswith("#") and number not in docstrings for number, line in lines)
+
+
 def rooms(root: Path) -> list[Path]:
     return sorted(path.parent for storey in STOREYS for path in (root / storey).glob("*/__init__.py"))
 
@@ -156,6 +194,10 @@ def test_every_file_has_a_room():
 
 def test_imports_go_down():
     assert not list(upward(HOUSE))
+
+
+def test_imports_from_above_name_the_storeys_root_only():
+    assert not list(past_a_face(modules(ROOT, FOLDERS)))
 
 
 def test_no_circles():
@@ -196,6 +238,45 @@ def test_an_import_that_goes_up_is_seen(tmp_path: Path, text: str, above: bool):
     (tmp_path / "transport/memory/arena.py").write_text(text)
     assert bool(list(upward(modules(tmp_path)))) == above
     assert not circles(modules(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "past"),
+    [
+        ("graph/cut.py", "from ..transport import Arena, exchange, timeouts", False),
+        ("graph/cut.py", "from .. import transport", False),
+        ("graph/cut.py", "from ..transport import guard", True),
+        ("graph/cut.py", "from ..transport.memory import Arena", True),
+        ("graph/cut.py", "def late():\n    import rdmarpc.transport.memory", True),
+        ("transport/guard.py", "from .memory import Arena", False),
+        ("experiments/latency/end.py", "import rdmarpc as rpc\nfrom rdmarpc import graph, transport, wrap", False),
+        ("experiments/latency/end.py", "from rdmarpc import calls", True),
+        ("experiments/latency/end.py", "from rdmarpc.places.wrap import wrap", True),
+    ],
+)
+def test_an_import_past_a_face_is_seen(tmp_path: Path, file: str, text: str, past: bool):
+    roots = {
+        "transport": '"""``exchange``."""\nfrom . import timeouts\nfrom .memory import Arena',
+        "graph": "",
+        "rdmarpc": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .places.wrap import wrap",
+        "experiments": "",
+    }
+    for storey, names in roots.items():
+        (tmp_path / storey).mkdir()
+        (tmp_path / storey / "__init__.py").write_text(names)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert bool(list(past_a_face(modules(tmp_path, FOLDERS)))) == past
+
+
+def test_sizes_are_told():
+    """Lines of code by room, without blanks, comments and docstrings: ``pytest -s``. Nothing here fails because of them."""
+    lines = Counter[str]()
+    for module in modules(ROOT, FOLDERS).values():
+        storey, room = module.place
+        lines[f"{storey}/" if room.endswith(".py") else f"{storey}/{room}/"] += code_lines(module)
+    print("", *(f"{count:7,} {room}" for room, count in lines.most_common()), f"{lines.total():7,} all", sep="\n")
+    assert lines["transport/"] > 100
 
 
 def test_a_circle_is_seen(tmp_path: Path):

@@ -3,10 +3,18 @@
 A ``Device`` is one way to reach the memory of other processes (``open_device``). A ``Channel`` connects it to one peer. A
 ``RemoteRegion`` names memory of the peer, and ``Channel.memcpy`` or a prepared ``Transfer`` copies to or from that memory by
 one-sided WRITEs and READs. The contract that all devices keep is the docstring of ``channel``. This package imports nothing
-else of rdmarpc.
+else of rdmarpc. The room ``exchange`` has streams among several processes; who needs it imports it.
+
+Code above imports what this file names, and nothing past it. Users find ``__all__`` in docs/api.md; the rest is for the storeys
+above.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
@@ -39,6 +47,64 @@ from .tls.options import TlsOptions
 from .tls.options import check as check_tls
 from .words import kernels
 from .words.signals import MAX_NOTIFY
+
+# isort: split
+# For the storeys above.
+from . import timeouts
+from .interrupts import interruptible
+from .memory.arena import PINNED_SEGMENT_BYTES, RINGS, SEGMENT_BYTES, SLOTS, Arena, Block, Pool, default_limit, size_class
+from .nic import sysfs
+from .peers.address import where_to_listen
+from .peers.ended import nobody
+from .peers.guard import Guard, broken_by, hint_for, need_descriptors
+from .region import as_tensor
+from .sandboxed import processors
+from .shm.channel import runs as process_runs
+
+# isort: split
+# What kernels are written with, above, too.
+from .words.atomics import (
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    WAKE_ALL,
+    compare_exchange,
+    fence,
+    fetch_add,
+    futex,
+    load_acquire,
+    memcpy,
+    now,
+    pause,
+    sched_yield,
+    store_release,
+)
+from .words.compiled import compiled
+from .words.compiled import kernels as known_kernels
+from .words.symbols import CFunction, i32, i64
+
+if TYPE_CHECKING:
+    from .gpu.events import NOT_READY, Event, StreamPool
+    from .gpu.ipc import Exports, Imports, imports_of
+    from .gpu.pins import Pins
+    from .gpu.slots import Borrowed, Lent
+    from .memory import sole
+    from .nic import choice, ports
+    from .tls import openssl
+    from .verbs import gpudirect
+
+_HOMES = {
+    "gpu.events": "NOT_READY Event StreamPool",
+    "gpu.ipc": "Exports Imports imports_of",
+    "gpu.pins": "Pins",
+    "gpu.slots": "Borrowed Lent",
+    "memory.sole": "sole",
+    "nic.choice": "choice",
+    "nic.ports": "ports",
+    "tls.openssl": "openssl",
+    "verbs.gpudirect": "gpudirect",
+}
+"""Modules that are imported when they are first asked for, and the names that are theirs. A module is a name itself."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "DONE",
@@ -83,3 +149,12 @@ __all__ = [
     "read_private",
     "user_secret",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{home}", __name__)
+    found = globals()[name] = module if home.endswith(f".{name}") else getattr(module, name)
+    return found

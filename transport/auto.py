@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from .memory.arena import Pool
 from .nic import sysfs
 from .notify import Poller
 from .peers.guard import hint_for
-from .region import Region, RemoteRegion
+from .region import Array, Region, RemoteRegion, as_tensor
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
 from .timeouts import of_socket
@@ -117,26 +117,17 @@ class AutoDevice(Device):
 
     # -- memory
 
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        *,
-        dtype: torch.dtype | None = None,
-        writable: bool = False,
-        device: torch.device | str | None = None,
-    ) -> torch.Tensor:
-        """As for any device; with ``device`` in GPU memory, see ``CudaDevice``."""
-        if device is None or torch.device(device).type == "cpu":
-            return super().empty(shape, dtype=dtype, writable=writable)
-        return self._gpus(device).empty(shape, dtype=dtype, device=device)
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        return self._gpus(place).empty(sizes, dtype=dtype, device=place)
 
-    def register(self, tensor: torch.Tensor) -> Region:
-        return self._gpus(tensor.device).register(tensor) if self._on_gpu(tensor) else super().register(tensor)
+    def register(self, tensor: torch.Tensor | Array) -> Region:
+        tensor = as_tensor(tensor)
+        return self._gpus(tensor.device).register(tensor) if self._of_gpu(tensor) else super().register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:
-        return self._gpus(tensor.device).export(tensor) if self._on_gpu(tensor) else super().export(tensor)
+        return self._gpus(tensor.device).export(tensor) if self._of_gpu(tensor) else super().export(tensor)
 
-    def _on_gpu(self, tensor: torch.Tensor) -> bool:
+    def _of_gpu(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_cpu and self.memory.gpu is not None and self.memory.gpu.of(tensor)
 
     def _gpus(self, place: torch.device | str) -> CudaDevice:

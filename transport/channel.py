@@ -2,9 +2,9 @@
 
 Contract, for every device:
 
-* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``. The other side is a contiguous tensor or a ``Region`` of the
-  same number of bytes. It lies on the CPU, or on a GPU where ``Channel.gpus`` is true. A remote ``dst`` is a WRITE, a remote
-  ``src`` is a READ. Dtypes and shapes are not transmitted.
+* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``. The other side is a contiguous tensor, an array of cupy or
+  numpy, or a ``Region``, of the same number of bytes. It lies on the CPU, or on a GPU where ``Channel.gpus`` is true. A remote
+  ``dst`` is a WRITE, a remote ``src`` is a READ. Dtypes and shapes are not transmitted.
 * ``notify=n`` counts notification ``n`` at the peer after the data of that call has arrived. Notifications are counted and
   order-free. Copies of one call are not ordered among each other.
 * A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps that memory
@@ -33,38 +33,20 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from .errors import NotSupported, RdmaError, fresh
-from .memory.arena import Arena, Block, Pool
-from .memory.memory import Memory
+from .memory.arena import Block, Pool
 from .notify import Count, Expectation
-from .region import Region, RemoteRegion, local_bytes
+from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .words.signals import MAX_NOTIFY
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
-Local = torch.Tensor | Region
+Local = torch.Tensor | Array | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
-
-
-class Parent(Protocol):
-    """The part of a ``Device`` that its channels, and their users, use."""
-
-    name: str
-    pid: int
-    memory: Memory
-    arena: Arena
-    uid: int
-    epoch: int
-
-    def export(self, tensor: torch.Tensor) -> bytes: ...
-
-    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion: ...
-
-    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool: ...
 
 
 class Work:
@@ -175,9 +157,9 @@ class Channel(abc.ABC):
     port = 0
     """Address of the port block to poll for news of this channel (``words/completions``); 0 if nothing has to be polled."""
 
-    def __init__(self, device: Parent) -> None:
+    def __init__(self, device: Any) -> None:
         self.device = device
-        """The device that made it."""
+        """The ``Device`` that made it."""
         self.error: RdmaError | None = None
         self._counts: dict[int, Count] = {}
         self.notifiers: dict[int, Transfer] = {}
@@ -353,10 +335,10 @@ def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion, gpu: str = "
         raise ValueError("exactly one side of a copy is remote: memcpy(remote, local) writes, memcpy(local, remote) reads")
     write = isinstance(dst, RemoteRegion)
     remote, local = (dst, src) if write else (src, dst)
+    assert isinstance(remote, RemoteRegion) and not isinstance(local, RemoteRegion)
     tensor = local.tensor if isinstance(local, Region) else local
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"the local side is a tensor or a Region, got {type(tensor).__name__}")
-    assert isinstance(remote, RemoteRegion)
+        tensor = as_tensor(tensor)
     nbytes = local_bytes(tensor, gpu)[1]
     if nbytes != remote.nbytes:
         raise ValueError(f"sizes differ: {nbytes} bytes here, {remote.nbytes} at the peer")

@@ -31,7 +31,7 @@ from .peers.ended import nobody
 from .peers.heartbeat import MIN_TIMEOUT_S, Looks
 from .peers.identity import uid_of
 from .peers.user_secret import user_secret
-from .region import Region, RemoteRegion, local_bytes
+from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .timeouts import limit, seconds
 from .tls.options import TlsOptions
 from .tls.options import check as check_tls
@@ -201,14 +201,27 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     # -- memory
 
-    def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, writable: bool = False) -> torch.Tensor:
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        writable: bool = False,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
         """An uninitialised tensor in the arena: registered from the start, contiguous, of torch's default dtype unless
         ``dtype`` is given. Every peer may READ it, and WRITE it too if ``writable``. ``Channel.empty`` makes tensors for one
-        peer alone. The memory is free for others when the last tensor over it dies. Raises ``ArenaFull``."""
+        peer alone. The memory is free for others when the last tensor over it dies. Raises ``ArenaFull``. ``device``: on that
+        GPU instead; ``NotSupported`` where this device reaches none."""
         self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if device is not None and torch.device(device).type != "cpu":
+            return self._on_gpu(sizes, dtype or torch.get_default_dtype(), torch.device(device))
         pool = self.arena.writable if writable else self.arena.readable
         return pool.tensor(sizes, dtype or torch.get_default_dtype())
+
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        raise NotSupported(f"{self.name} reaches no memory of {place}", device=self.name, hint="open cuda, verbs or auto")
 
     def pool(self) -> Pool:
         """Memory that the peer of one channel may read and write, and no other peer. It is for a channel that does not exist
@@ -216,13 +229,13 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.check()
         return self.arena.pool()
 
-    def register(self, tensor: torch.Tensor) -> Region:
-        """Describe a contiguous tensor's memory to peers. For arena tensors this is free and gives peers no additional rights.
-        Other memory is announced to every peer, who may read and write it until ``Region.close``; the counter
-        ``registrations`` counts that. The region keeps the tensor alive. Raises ``ValueError`` for tensors that are not
-        contiguous, ``RegistrationError``."""
+    def register(self, tensor: torch.Tensor | Array) -> Region:
+        """Describe the memory of a contiguous tensor, or of an array of cupy or numpy, to peers. For arena tensors this is free
+        and gives peers no additional rights. Other memory is announced to every peer, who may read and write it until
+        ``Region.close``; the counter ``registrations`` counts that. The region keeps the memory alive. Raises ``ValueError``
+        for what is not contiguous or cannot be shared with torch, ``RegistrationError``."""
         self.check()
-        return self.memory.register(tensor)
+        return self.memory.register(tensor if isinstance(tensor, torch.Tensor) else as_tensor(tensor))
 
     def export(self, tensor: torch.Tensor) -> bytes:
         """The descriptor of an arena tensor, as bytes. Raises ``RegistrationError`` for other memory, which a ``Region`` of

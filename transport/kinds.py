@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -126,15 +127,11 @@ def _unknown(name: str) -> NotSupported:
     return NotSupported(f"no device {name!r}", hint=", ".join([hint, *others]))
 
 
-def _shm(place: str, options: DeviceOptions) -> Device:
+def _of_host(kind: str, place: str, options: DeviceOptions) -> Device:
     if place:
-        raise _unknown(f"shm://{place}")
-    return ShmDevice(options)
-
-
-def _cuda(place: str, options: DeviceOptions) -> Device:
-    if place:
-        raise _unknown(f"cuda://{place}")
+        raise _unknown(f"{kind}://{place}")
+    if kind == "shm":
+        return ShmDevice(options)
     from .cuda.device import CudaDevice  # compiles more kernels
 
     return CudaDevice(options)
@@ -153,4 +150,9 @@ def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
     return VerbsDevice(place, options, **own)
 
 
-_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": AutoDevice}
+_KINDS: dict[str, Factory] = {
+    **{kind: partial(_of_host, kind) for kind in ("shm", "cuda")},
+    "tcp": _tcp,
+    "verbs": _verbs,
+    "auto": AutoDevice,
+}

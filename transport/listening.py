@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,9 @@ from .channel import Channel
 from .device import Device
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory.arena import Pool
-from .peers.guard import Guard, broken_by
-from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, reach
+from .peers.guard import broken_by
+from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
+from .peers.heartbeat import Heart
 from .peers.service import Service
 from .timeouts import of_socket
 from .tls.stream import authenticated
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tls.handshake import Tls
 
 MAX_HELLO = 64 << 10
+_TLS_LINGER_S = 1.0  # for peers to take what is sealed already
 
 
 class ListeningDevice(Device):
@@ -35,20 +36,11 @@ class ListeningDevice(Device):
 
     _service: Service
     _tls: Tls | None = None
-
-    def _listen_on(self, listener: socket.socket, guard: Guard, **more: Any) -> None:
-        """Make the service, which is still to be started. ``more``: as for ``Service``."""
-        self._service = Service(
-            self.name,
-            listener,
-            self._looks,
-            welcome=self._welcome,
-            hear=self._hear,
-            look=self._look,
-            lost=self.lost,
-            guard=guard,
-            **more,
-        )
+    _heart: Heart
+    _others = ""
+    """What to use for peers that cannot be reached."""
+    linger_s = 0.0
+    """How long (s) the end waits for the peers to hang up, too."""
 
     # -- by a device, on the thread of the service (``Service``)
 
@@ -57,6 +49,13 @@ class ListeningDevice(Device):
 
     def _look(self, channel: Any, seconds: float) -> None:
         raise NotImplementedError
+
+    def _flush(self, channel: Any) -> None:
+        """There is room to send, which this channel has waited for."""
+
+    def _admits(self, sock: socket.socket) -> bool:
+        """Whether a peer may connect at all, as far as the system shows that at once."""
+        return True
 
     # -- by a device, for two ends that meet
 
@@ -73,7 +72,7 @@ class ListeningDevice(Device):
 
     def _answer(self, sock: socket.socket, ours: Any, channel: Any) -> None:
         """Send our setup to one that connected. ``greet`` may publish the channel: what others post on it comes after."""
-        self._send_setup(sock, ours, _checked(self.door.greet(channel)))
+        self._send_setup(sock, ours, checked(self.door.greet(channel)))
 
     def _adopt(self, channel: Any) -> None:
         """Serve a channel from now on. ``PeerLost`` if the device was closed meanwhile."""
@@ -85,20 +84,22 @@ class ListeningDevice(Device):
 
     # -- the one that connects
 
-    def _reach(
-        self,
-        dial: Callable[[float], socket.socket],
-        where: str,
-        uid: str,
-        *,
-        hello: bytes,
-        timeout: float,
-        pool: Pool | None,
-    ) -> Channel:
-        """See ``connect``. ``dial(seconds)`` makes a connection to ``where``, ``uid`` has to be the peer's."""
+    def _where(self, peer: str) -> tuple[str, str]:
+        """Where a peer with this address listens, and its uid."""
+        raise NotImplementedError
+
+    def _dial(self, where: str, timeout: float) -> socket.socket:
+        return dial(where, timeout, device=self.name)
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
+        self.check()
+        if why := self.why_not(peer):
+            raise NotSupported(f"{self.name} cannot reach {peer!r}: {why}", device=self.name, hint=self._others)
+        where, uid = self._where(peer.decode("ascii", "replace"))
         deadline = time.monotonic() + of_socket(timeout)
         try:
-            sock, key = reach(dial, partial(self._prove, initiator=True, deadline=deadline, expect=uid), deadline)
+            prove = partial(self._prove, initiator=True, deadline=deadline, expect=uid)
+            sock, key = reach(partial(self._dial, where), prove, deadline)
             try:
                 return self._meet(sock, key, hello, deadline, pool)
             except BaseException:
@@ -116,12 +117,14 @@ class ListeningDevice(Device):
 
     def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> Channel:
         """All after the proof, on the side that connects."""
-        with self._service.handshakes.limited(sock, deadline), self._offer(sock) as ours:
-            self._send_setup(sock, ours, _checked(hello))
-            channel = self._receive_setup(sock, ours)
-        self.door.know(channel, channel.peer_uid, key)
-        channel.own_pool = pool
-        self._adopt(channel)
+        with contextlib.ExitStack() as stack:
+            with self._service.handshakes.limited(sock, deadline):
+                ours = stack.enter_context(self._offer(sock))
+                self._send_setup(sock, ours, checked(hello))
+                channel = self._receive_setup(sock, ours)
+            self.door.know(channel, channel.peer_uid, key)
+            channel.own_pool = pool
+            self._adopt(channel)
         return channel
 
     def _prove(self, sock: socket.socket, *, initiator: bool, deadline: float, expect: str = "") -> tuple[socket.socket, bytes]:
@@ -162,8 +165,22 @@ class ListeningDevice(Device):
         self._service.handshakes.proven(came)
         return proven
 
+    # -- the end
 
-def _checked(hello: bytes) -> bytes:
+    def _forked(self) -> None:
+        for channel in list(self._channels):
+            channel.sock.close()
+        self._service.drop()
+
+    def _shut(self) -> None:
+        self._service.stop()
+        if self._tls is not None:
+            self._tls.close(_TLS_LINGER_S)
+        self._heart.stop()
+
+
+def checked(hello: bytes) -> bytes:
+    """Raises ``ValueError`` for one that is too long."""
     if len(hello) > MAX_HELLO:
         raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
     return hello

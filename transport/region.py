@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import Any, Protocol
 
 import torch
+from torch.utils.dlpack import DLDeviceType
 
 from .errors import RemoteAccessError
 
@@ -102,6 +104,32 @@ class Region:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Array(Protocol):
+    """An array of another library (cupy, numpy) whose memory torch can share, by the protocol of DLPack."""
+
+    def __dlpack__(self, **options: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+
+def as_tensor(array: torch.Tensor | Array) -> torch.Tensor:
+    """A tensor as it is; for an array of another library a tensor over its memory. On a GPU torch's current stream follows what
+    that library's current stream was given. Raises ``ValueError`` for what torch cannot share; its text says why."""
+    if isinstance(array, torch.Tensor):
+        return array
+    name = f"{type(array).__module__}.{type(array).__name__}"
+    if not hasattr(array, "__dlpack__"):
+        raise ValueError(f"the local side is a tensor, an array that torch.from_dlpack takes, or a Region, got {name}")
+    try:
+        kind, index = array.__dlpack_device__()
+        # Within the array's device: the current stream that cupy looks at is one of the current device.
+        with contextlib.nullcontext() if kind == DLDeviceType.kDLCPU else torch.accelerator.device_index(index):
+            return torch.from_dlpack(array)
+    except (AssertionError, BufferError, RuntimeError, TypeError, ValueError) as error:  # of torch, and of the other library
+        dtype = getattr(array, "dtype", "unknown")
+        raise ValueError(f"torch cannot share the memory of this {name} of dtype {dtype}: {error}") from error
 
 
 def local_bytes(tensor: torch.Tensor, gpu: str = "") -> tuple[int, int]:

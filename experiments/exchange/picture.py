@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from ..harness.pictures import INK, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import INK, QUIET, SKY, STYLE, VERMILLION, save
 from .report import WAYS
 
 COLUMNS = 4
@@ -31,9 +31,7 @@ def draw_minibatch(result: dict[str, Any], path: Path) -> None:
         size = 18 if columns == COLUMNS else 11
         figure.suptitle(_finding(rows), x=0.01, ha="left", fontsize=size, fontweight="bold")
         figure.text(0.01, 0.01, _how_measured(result), fontsize=min(10, size), color=QUIET, ha="left", va="bottom")
-        figure.tight_layout(rect=(0, 0.09, 0.985, 0.99))
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        save(figure, path, rect=(0, 0.09, 0.985, 0.99))
 
 
 def _panel(axes: Axes, row: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..harness.libraries import TENSORPIPE, grpc_channels, serve_grpc
+from ..harness.meeting import init_method
 from ..harness.processes import Launcher
-from ..peers.libraries import TENSORPIPE, grpc_channels, serve_grpc
-from ..peers.meeting import init_method
 from .others import joined, parted
 from .shard import Shard, parts, shard
 from .steps import LR, Output, Way, drive, made

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rdmarpc.servers.model import place
-
 from .steps import LR, added, made
 
 
 def parts(net: nn.Module, servers: int, placement: str) -> list[list[nn.Parameter]]:
     """The parameters of each server, in the order of the model, placed as ``rpc.serve`` places them."""
-    homes = place(net, list(map(str, range(servers))), placement)
-    return [[each for name, each in net.named_parameters() if homes[name] == str(server)] for server in range(servers)]
+    home: dict[nn.Parameter, int] = {}
+    load = [0] * servers
+    every = list(net.parameters())
+    for at, each in enumerate(every if placement == "round_robin" else sorted(every, key=lambda each: -each.nbytes)):
+        home[each] = at % servers if placement == "round_robin" else load.index(min(load))
+        load[home[each]] += each.nbytes
+    return [[each for each in every if home[each] == server] for server in range(servers)]
 
 
 class Shard:

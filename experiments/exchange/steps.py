@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..harness.meeting import meet
 from ..harness.processes import Launcher
-from ..peers.meeting import meet
-from ..peers.turns import Figure
+from ..harness.turns import Figure
 from .models import MODELS, loss_of
 
 LR = 0.01

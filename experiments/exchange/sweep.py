@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..harness.findings import Findings, available_gib, text, times
+from ..harness.libraries import TITLES
 from ..harness.targets import end_to_end, ratio
-from ..peers.libraries import TITLES
-from ..peers.turns import Entry, Turns
+from ..harness.turns import Entry, Turns
 from . import several, steps
 from .models import MODELS
 

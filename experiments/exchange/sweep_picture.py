@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from ..harness.findings import Findings
-from ..harness.pictures import BLUE, INK, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import BLUE, INK, QUIET, SKY, STYLE, VERMILLION, save
 from .sweep import ALONE, NAMES, Case, cases, key, libraries
 
 COLOURS = {ALONE: QUIET, "rdmarpc": BLUE, "torch_rpc": VERMILLION, "grpc": SKY}
@@ -43,9 +43,7 @@ def draw_sweep(findings: Findings, job: dict[str, Any], path: Path) -> None:
             f"\nOne process computes the batches of all workers. One machine, {job['device']}; w: workers, s: servers."
         )
         figure.text(0.01, 0.01, note, fontsize=9, color=QUIET, ha="left", va="bottom")
-        figure.tight_layout(rect=(0, 0.75 / size[1], 1, 1 - 0.4 / size[1]))
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        save(figure, path, rect=(0, 0.75 / size[1], 1, 1 - 0.4 / size[1]))
 
 
 def _steps(findings: Findings, case: Case, job: dict[str, Any]) -> dict[str, tuple[float, float]]:

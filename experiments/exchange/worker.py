@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.transport.words.kernels import copy, copy_past_caches
+from rdmarpc.transport import kernels
 
 from ..harness.floor import address_of
 from ..harness.measure import Samples, per_iteration
@@ -83,7 +83,7 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
         for parameter, gradient in zip(served.parameters(), gradients(served)):
             parameter.grad = gradient
         memory = Copies(nbytes)
-        for what, way in (("floor", copy), ("past_caches", copy_past_caches)):
+        for what, way in (("floor", kernels.copy), ("past_caches", kernels.copy_past_caches)):
             samples.add(name, nbytes, what, per_iteration(partial(memory.there_and_back, way), iterations(nbytes)))
         del memory
         for staging in ("traced", "always") if number % 2 == 0 else ("always", "traced"):

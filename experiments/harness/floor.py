@@ -7,9 +7,7 @@ import statistics
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
-from rdmarpc.transport.words.atomics import load_acquire, memcpy, now, pause, store_release
-from rdmarpc.transport.words.compiled import compiled
-from rdmarpc.transport.words.symbols import i64
+from rdmarpc.transport import compiled, i64, load_acquire, memcpy, now, pause, store_release
 
 FLAGS = 4096
 """Bytes in front of the landing place, for the flags."""

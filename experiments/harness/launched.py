@@ -6,21 +6,28 @@ fails, and knows how long the job may take.
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-
-from rdmarpc.links.group import slurm
 
 from .processes import Launcher, OnEvent
 
 
-def task() -> slurm.Task | None:
+class Task(NamedTuple):
+    """One worker of a job: its rank, how many there are, and where they meet."""
+
+    rank: int
+    world_size: int
+    init_method: str
+
+
+def task() -> Task | None:
     """The task of this process among the workers; `None` if this process has to start the workers itself."""
-    if slurm.in_step():
-        return slurm.this_task()
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1:  # 1: the shell of `sbatch` and `salloc`
+        return Task(int(os.environ["SLURM_PROCID"]), tasks, "slurm://")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return slurm.Task(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+        return Task(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
     return None
 
 
@@ -36,9 +43,7 @@ class Alone(Launcher):
     def wait_for_turn(self) -> None: ...
 
 
-def run_here(
-    main: Callable[[int, dict[str, Any], Launcher], None], task: slurm.Task, job: dict[str, Any], on_event: OnEvent
-) -> None:
+def run_here(main: Callable[[int, dict[str, Any], Launcher], None], task: Task, job: dict[str, Any], on_event: OnEvent) -> None:
     """Be this worker until it has ended; raises what it raises."""
     torch.set_num_threads(1)  # as for workers of our own, so that sums have one order
     main(task.rank, job | {"init_method": task.init_method}, Alone(on_event))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 plt.switch_backend("Agg")
@@ -37,6 +38,13 @@ def plain_logarithmic(*axes: Any, base: float = 10) -> None:
     for axis in axes:
         axis.set_major_formatter(_Plain(base))
         axis.set_minor_formatter(_Plain(base, minor_thresholds=(1, 0.5)))
+
+
+def save(figure: Figure, path: Path, dpi: int = 130, rect: tuple[float, float, float, float] = (0, 0, 1, 1)) -> None:
+    """Lay out what is in ``rect`` of the figure, write the file, forget the figure."""
+    figure.tight_layout(rect=rect)
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)
 
 
 def draw_comm_comp(result: dict[str, Any], path: Path) -> None:
@@ -72,9 +80,7 @@ def draw_comm_comp(result: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("milliseconds per training step (median)")
         figure.suptitle(finding(communication), x=0.02, ha="left", fontsize=16, fontweight="bold")
         figure.text(0.02, 0.02, _how_measured(result), fontsize=9.5, color=QUIET, ha="left", va="bottom")
-        figure.tight_layout(rect=(0, 0.09, 1, 1))
-        figure.savefig(path, dpi=160)
-        plt.close(figure)
+        save(figure, path, dpi=160, rect=(0, 0.09, 1, 1))
 
 
 PARTS = {"computation": SKY, "at servers": "#f0c67a", "communication": VERMILLION}
@@ -100,9 +106,7 @@ def draw_parts(rows: list[tuple[str, dict[str, float]]], axis: str, path: Path) 
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(axis)
         axes.legend(frameon=False, ncols=len(PARTS), loc="lower left", bbox_to_anchor=(0, 1))
-        figure.tight_layout()
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        save(figure, path)
 
 
 def _bar_title(name: str, device: str) -> str:

@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from ..harness.pictures import BLUE, INK, QUIET, STYLE, VERMILLION
+from ..harness.pictures import BLUE, INK, QUIET, STYLE, VERMILLION, save
 from .report import time_text
 from .rows import size_text
 
@@ -34,9 +34,7 @@ def draw_bench(bench: dict[str, Any], path: Path) -> None:
         both[0].set_ylim(bottom=0.2 * min(row["floor_us"] for row in bench["rows"]))
         figure.suptitle(_finding(bench["rows"]), x=0.02, ha="left", fontsize=18, fontweight="bold")
         figure.text(0.02, 0.015, _how_measured(bench), fontsize=10, color=QUIET, ha="left", va="bottom")
-        figure.tight_layout(rect=(0, 0.05, 1, 0.99))
-        figure.savefig(path, dpi=160)
-        plt.close(figure)
+        save(figure, path, dpi=160, rect=(0, 0.05, 1, 0.99))
 
 
 def _panel(axes: Axes, rows: list[dict[str, Any]]) -> None:

@@ -11,9 +11,7 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 
-from rdmarpc.transport.words.atomics import now
-from rdmarpc.transport.words.compiled import compiled
-from rdmarpc.transport.words.symbols import CFunction, i32, i64
+from rdmarpc.transport import CFunction, compiled, i32, i64, now
 
 from ..harness.floor import address_of
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import rdmarpc as rpc
-from rdmarpc.calls import agent
 
 from ..harness.measure import IDLE_PARTS, LARGE, Samples, calls_per_s, identity, idle_percent, iterations, per_iteration
 from ..harness.processes import Launcher
@@ -88,7 +87,7 @@ def measure_size(end: End, size: int, samples: Samples) -> None:
 def measure_cell(end: End, case: str, size: int, samples: Samples) -> None:
     """One round of a cell, beside the floor of an identity call."""
     floor_us = 2 * copies(end, size) + flags(end)
-    device = agent.current().device
+    device = rpc._get_current_rpc_agent().device
     x = device.empty((size,), dtype=torch.uint8).fill_(1) if case == "arena" else torch.ones(size, dtype=torch.uint8)
     if case == "result":
         local_us = per_iteration(lambda: x + 1, iterations(size))

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from ..transport import RdmaError
-from ..transport.gpu import driver
-from ..transport.gpu.events import Event
-from ..transport.gpu.stream_pool import StreamPool
+from ..transport import Event, RdmaError, StreamPool
+from ..transport import cuda_driver as driver
 
 Place = tuple[int, int]
 """A stream: index of its device, the driver's handle."""

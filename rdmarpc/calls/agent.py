@@ -24,14 +24,13 @@ from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
 from ..links import exits, reads
 from ..links.connecting import Connections
-from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
+from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, GRADIENTS, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
-from ..links.group.members import Members
 from ..links.losses import Losses, listens
 from ..links.polling.modes import check_real, dispatch_modes, function_modes, tracing, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.post import Post
+from ..links.post import Post, tell
 from ..links.reading import Handler, Reading
 from ..links.ring import Link
 from ..links.table import Links
@@ -42,10 +41,20 @@ from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.store import LOCAL_BITS
-from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device, timeouts
-from ..transport.gpu import driver
-from ..transport.peers.guard import Guard
-from ..transport.sandboxed import processors
+from ..transport import (
+    Channel,
+    Device,
+    Guard,
+    NotSupported,
+    PeerLost,
+    Poller,
+    RdmaError,
+    TransferTimeout,
+    open_device,
+    processors,
+    timeouts,
+)
+from ..transport import cuda_driver as driver
 from . import environment, profiled
 from .callee import Callee
 from .caller import Caller
@@ -77,9 +86,11 @@ class Agent:
         self.options, self.rpc_timeout = options, options.rpc_timeout
         _use(options)
         self.ready = threading.Event()  # peers may connect before we are complete
-        self._before_leaving: list[Callable[[], None]] = []
-        self._before_closing: list[Callable[[], None]] = []
-        self._at_close: list[Callable[[], None]] = []
+        self.before_leaving: list[Callable[[], None]] = []
+        """Called once, the last first, before this worker tells the others that it has nothing left to do; then those of
+        ``before_closing``, before its connections end, and of ``at_close``, when all of them have ended for good."""
+        self.before_closing: list[Callable[[], None]] = []
+        self.at_close: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
         """For each callback a function that returns it, or ``None`` once its owner has died."""
 
@@ -110,7 +121,7 @@ class Agent:
             new_id=self.new_id,
             run=self.pool.owe,
             under_way=self.outstanding.creates,
-            knows=partial(_known, self.workers),
+            knows=self.workers.ever.__contains__,
         )
         self.garbage = self.rrefs.garbage
         self.links, self.losses, self.connections = _open_links(self, poller)
@@ -182,18 +193,6 @@ class Agent:
         else:
             callbacks.append(lambda: callback)
 
-    def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called once, before this worker tells the others that it has nothing left to do."""
-        self._before_leaving.append(callback)
-
-    def before_closing(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called once, before the connections of this worker end."""
-        self._before_closing.append(callback)
-
-    def at_close(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called once, when all connections of this worker have ended for good."""
-        self._at_close.append(callback)
-
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
         (messages received of which something large had to be READ, for want of a landing place), ``rpc_queued`` (frames that
@@ -255,9 +254,6 @@ class Agent:
         link = self._links.get(to.number)
         if link is None:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
-        event = None
-        if torch_profiler._is_profiler_enabled:
-            event = profiled.begin(function, args, flags, future, self.name, to.name)
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
@@ -266,20 +262,14 @@ class Agent:
             context = _current_context.context
             if context is not None and context.ended:
                 context = None
-        args, observer, begin = tuple(args) if args else (), self.post.observer, 0
-        if observer is not None:
-            begin = observer.begin()
-        given = link, function, args, kwargs, limit, flags, future, rref, fork, context
+        request: Callable[..., Pending] = self.caller.request
         if function_modes() or dispatch_modes():
-            with unseen():
-                pending = self.caller.request(*given)
-        else:
-            pending = self.caller.request(*given)
-        if observer is not None:
-            observer.sent(begin, pending, function, args, flags, future)
-        if event is not None:
-            profiled.follow(event, pending)
-        return pending
+            request = unseen()(request)
+        if self.post.observer is not None:
+            request = partial(self.post.observer.sending, request)
+        if torch_profiler._is_profiler_enabled:
+            request = partial(profiled.sending, request, self.name)
+        return request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork, context)
 
     def _start_first(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
@@ -302,7 +292,7 @@ class Agent:
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call a function and wait for its result. ``control``: the call is our own, not counted as a user's."""
-        return self.caller.result(self.start(to, function, args, kwargs, timeout, CONTROL if control else 0))
+        return self.start(to, function, args, kwargs, timeout, CONTROL if control else 0).result()
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
@@ -369,7 +359,7 @@ class Agent:
         """Leave the group. The local part is always done, whatever is raised. ``graceful``: after ``termination.begin``."""
         parted = False
         try:
-            _call_all(self._before_leaving, self.guard)
+            _call_all(self.before_leaving, self.guard)
             if graceful:
                 self.termination.part(time.monotonic() + timeout if timeout else None)
                 parted = True
@@ -408,7 +398,7 @@ class Agent:
         self._fail_calls(error)
         self.pool.stop()
         self.losses.stop()
-        _call_all(self._before_closing, self.guard)
+        _call_all(self.before_closing, self.guard)
         self.device.close()
         self.contexts.clear()  # only now: those that still ask for one have to hear that we are gone, not that it is
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
@@ -416,7 +406,7 @@ class Agent:
             gpu.current.close()
             gpu.current = streams.current = None
         self.rrefs.close(error)
-        _call_all(self._at_close, self.guard)
+        _call_all(self.at_close, self.guard)
         self.pool.end()
         self.progress.end()
         self.reading.close()
@@ -463,6 +453,7 @@ def _takes(agent: Agent) -> dict[int, Handler]:
     callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
     return {
         REQUEST: callee.accept,
+        GRADIENTS: callee.accept,
         RESPONSE: agent.caller.answer,
         ERROR: agent.caller.answer,
         RELEASE: lambda link, frame: callee.release(link, frame.call),
@@ -521,16 +512,8 @@ def _warn_of_crowds(group: Group) -> None:
 def _tell_end(links: Links, worker: int, context: int) -> None:
     """Tell a worker to which we brought an autograd context that the context is over."""
     link = links.by_worker.get(worker)
-    if link is None:
-        return  # lost, and its part with it
-    try:
-        link.post(ENDED, context, CONTROL)
-    except RdmaError:
-        pass
-
-
-def _known(workers: Members, worker: int) -> bool:
-    return workers.ever(worker) is not None
+    if link is not None:  # else lost, and its part with it
+        tell(link, ENDED, context)
 
 
 def _seconds(timeout: float) -> float:

@@ -20,25 +20,27 @@ from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.record import unbound
+from ..gradients.waves import deliver
 from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
     ERROR,
     FLAT,
+    GRADIENTS,
     HEAD,
     LONE,
     NO_CONTEXT,
     READS,
     REFERENCE,
     REMOTE,
+    REQUEST,
     RESPONSE,
     Body,
     Frame,
     Head,
     NotTheirs,
     created,
-    function_of,
     request_body,
     response_payload,
 )
@@ -48,26 +50,25 @@ from ..links.promises import Promises
 from ..links.reads import AWAY, Fetch, Kept
 from ..links.ring import MAX_BODY, Link
 from ..message import permits, serialize
-from ..message.layout import travels
+from ..message.layout import as_it_lies, travels
 from ..message.tensors import (
+    INLINE_BYTES,
     NOTHING,
     Outgoing,
     describe_all,
     load_places,
     pack,
     pack_handed,
-    pack_lone,
+    string_at,
     unpack,
     unpack_lone,
 )
 from ..references.context import RRefContext
 from ..references.forks import Fork
-from ..references.unsent import take_back
-from ..transport import Device, PeerLost, RdmaError, RemoteRegion
-from ..transport.memory.arena import Block
+from ..transport import Block, Device, PeerLost, RdmaError, RemoteRegion
 from . import errors, profiled
 from .failures import Failures
-from .handover import Handovers, sole
+from .handover import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
@@ -253,8 +254,15 @@ class Callee:
         """The result of the function; ``None`` if it comes later."""
         if streams is not None:
             streams.begin()
+        frame = answering.frame
+        args: tuple[Any, ...]
+        kwargs: dict[str, Any]
         try:
-            function, args, kwargs = self._decode(answering)
+            if frame.kind == REQUEST and frame.flags & (LONE | HEAD) == LONE:
+                at = frame.function
+                function, args, kwargs = self._function(frame.body[:at]), (unpack_lone(frame.body[at:], frame.data),), {}
+            else:
+                function, args, kwargs = self._decode(answering)
         finally:
             if streams is not None:
                 streams.begun()
@@ -267,7 +275,7 @@ class Callee:
         inner = getattr(function, "_wrapped_async_rpc_function", None)
         if inner is TOLD_WHO:
             args = (link.worker, *args)
-        if torch_profiler._is_profiler_enabled and not answering.frame.flags & CONTROL:
+        if torch_profiler._is_profiler_enabled and not frame.flags & CONTROL:
             function = profiled.serving(function, args, link.name, self.me.name)
         try:
             answer = [function(*args, **kwargs) if context is None else _within(context, function, args, kwargs)]
@@ -281,7 +289,8 @@ class Callee:
         if inner is not None:
             if isinstance(answer[0], torch._C.Future):
                 # Nobody needs these meanwhile.
-                answering.function, answering.frame = None, answering.frame._replace(body=b"", data=bytearray())
+                answering.function, answering.frame = None, frame._replace(body=b"", data=bytearray())
+                del frame
                 future = answer.pop()
                 later = partial(self._reply_later, answering, known(future))
                 if future.done():  # a callback would run at once, too, on this thread
@@ -303,11 +312,6 @@ class Callee:
     def _decode(self, answering: Answering) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Function and arguments. Runs user code (unpickling)."""
         link, frame = answering.link, answering.frame
-        if frame.flags & (LONE | HEAD) == LONE:
-            return self._function(frame.body[: frame.function]), (unpack_lone(frame.body[frame.function :], frame.data),), {}
-        if frame.flags & (FLAT | HEAD) == FLAT and not frame.tensors:
-            name, payload = frame.body[: frame.function], frame.body[frame.function : frame.function + frame.payload]
-            return self._function(name), serialize.load_flat(payload, []), {}
         head, payload, table, data = answering.body or request_body(frame)
         answering.body = None
         if head.context != NO_CONTEXT:
@@ -323,19 +327,22 @@ class Callee:
         if context is not None:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
-            if frame.flags & LONE:
-                function, args = self._function(function_of(frame)), tuple(tensors)
+            name = frame.body[: frame.function]
+            if frame.kind == GRADIENTS:
+                gradients = tensors if frame.flags & FLAT else serialize.loads(payload, tensors, references, parts)
+                function, args = deliver, (name, gradients)
+            elif frame.flags & LONE:
+                function, args = self._function(name), tuple(tensors)
             elif frame.flags & FLAT:
-                args = serialize.load_flat(payload, tensors)
-                function = self._function(function_of(frame))
+                function, args = self._function(name), serialize.load_flat(payload, tensors)
             elif frame.flags & REFERENCE:
                 args, kwargs = serialize.loads(payload, tensors, references, parts)
-                function = self._function(function_of(frame))
+                function = self._function(name)
             else:
                 function, args, kwargs = serialize.loads(payload, tensors, references, parts)
         except (AttributeError, ImportError) as error:
             raise errors.unknown_name(error) from error
-        if context is not None:
+        if context is not None and parts:
             context.attach(link.worker, head.message + 1, parts)
         return function, args, kwargs
 
@@ -355,7 +362,9 @@ class Callee:
 
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)
-        if found is None or not serialize.current(found):
+        if found is None or not (
+            getattr(sys.modules.get(found.__module__), found.__qualname__, None) is found or serialize.current(found)
+        ):
             try:
                 found = permits.load_called(name)
             except (AttributeError, ImportError) as error:
@@ -386,10 +395,8 @@ class Callee:
         observer = self.post.observer
         if observer is None:
             self._answer(answering, answer)
-            return
-        noted = observer.returned(answering, answer)
-        self._answer(answering, answer)
-        observer.replied(answering, noted, "")
+        else:
+            observer.replying(self._answer, answering, answer)
 
     def _answer(self, answering: Answering, answer: list[Any]) -> None:
         link, call, sizes, context = answering.link, answering.call, answering.sizes, answering.context
@@ -397,23 +404,29 @@ class Callee:
         if answering.rref is not None:
             self.rrefs.store.fulfil(answering.rref, result)
             result = None
-        flags, payload, message = answering.frame.flags & CONTROL, b"", 0
+        flags, name, payload, message = answering.frame.flags & CONTROL, b"", b"", 0
         try:
             if context is not None:
-                result = unbound(result, {})
-            if type(result) is torch.Tensor and travels(result) and (alone := pack_lone(result)):
+                result = unbound(result)
+            if answering.frame.kind == GRADIENTS:
+                name, result = result
+                result = (result[0] if len(result) == 1 else tuple(result)) if result else None
+            whole = type(result) is torch.Tensor and travels(result)
+            known = as_it_lies(result) if whole else None
+            if known is not None and known.nbytes <= INLINE_BYTES:
                 flags |= LONE | FLAT
+                data = string_at(result.data_ptr(), known.nbytes)
                 if context is not None:
                     message = context.send(link.worker, (result,))
-                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, b"", b"", alone[0], alone[1]):
+                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, name, b"", known.text, data):
                     return
-                out = Outgoing(alone[0], alone[1], 1, [])
+                out = Outgoing(known.text, data, 1, [])
             elif result is None and context is None:
                 flags, payload, out = flags | FLAT, serialize.NONE, NOTHING
             else:
                 answer.append(result)
                 result = None
-                payload, out, carried, flat = self._pack(answering, answer)
+                payload, out, carried, flat = self._pack(answering, answer, whole)
                 flags |= flat | (READS if out.lent else 0)
                 if context is not None:
                     message = context.send(link.worker, *carried)
@@ -424,38 +437,39 @@ class Callee:
                 flags |= HEAD
                 payload = response_payload(Head(grant, places, message), payload)
             kept = None
-            if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
+            if out.lent or len(name) + len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 kept = self._lend(link, call, out.lent)
             dropped = None
             if not flags & FLAT and payload:
-                dropped = partial(take_back, self.rrefs, link.worker, RESPONSE, flags, payload)
-            self.post.send(link, RESPONSE, call, flags, out, b"", payload, kept, dropped)
+                dropped = partial(self.rrefs.take_back, link.worker, RESPONSE, flags, payload)
+            self.post.send(link, RESPONSE, call, flags, out, name, payload, kept, dropped)
         except PeerLost:
             self.dropped += 1
             self.release(link, call)
-            take_back(self.rrefs, link.worker, RESPONSE, flags, payload)
+            self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
         except BaseException as error:
             self.release(link, call)
-            take_back(self.rrefs, link.worker, RESPONSE, flags, payload)
+            self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
             answering.rref = None
             self._fail(answering, errors.unsendable(error))
 
     def _pack(
-        self, answering: Answering, answer: list[Any]
+        self, answering: Answering, answer: list[Any], whole: bool
     ) -> tuple[bytes, Outgoing, tuple[list[torch.Tensor], list[torch.Tensor]], int]:
         """The result in ``answer``, which alone holds it, as it is sent: payload, tensors, those that may require grad (the
-        dense ones, and those that travel in parts), and ``FLAT`` or 0."""
+        dense ones, and those that travel in parts), and ``FLAT`` or 0. ``whole``: it is a tensor that ``travels``."""
         link, result, flags = answering.link, answer.pop(), 0
         tensors: list[torch.Tensor] | None
         parts: list[torch.Tensor] = []
         out = NOTHING
-        if type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
-            flags = FLAT
-            payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
-            tensors = None if out.tensors else [result]
+        if whole:
+            flags, payload = FLAT, serialize.ONE_TENSOR
+            if link.channel.can_adopt and (block := sole_block(result, self.device.arena)):
+                out = self._hand_over(link, result, block)
+            tensors = [] if out.tensors else [result]
         elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
             flags = FLAT
-            payload = serialize.dump_flat_one(result)
+            payload = b"" if answering.frame.kind == GRADIENTS else serialize.dump_flat_one(result)
         else:
             payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
         if tensors:
@@ -475,21 +489,18 @@ class Callee:
         observer = self.post.observer
         if observer is None:
             self._answer_error(answering, error)
-            return
-        noted = observer.returned(answering, None)
-        self._answer_error(answering, error)
-        if answering.rref is None:  # else it has replied
-            observer.replied(answering, noted, type(error).__name__)
+        else:
+            observer.replying(self._answer_error, answering, error)
 
     def _answer_error(self, answering: Answering, error: BaseException) -> None:
         link, call, rref = answering.link, answering.call, answering.rref
         self.release(link, call)  # of an answer that could not be sent
         if self.rrefs.closed:
             return  # it may have failed because we leave: the end of the link says so
-        payload = errors.dump(error, self.me)
+        payload, text = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
         if not control:
-            self.failures.tell(error, errors.text_of(payload))
+            self.failures.tell(error, text)
         if rref is not None:
             # The creator learns that the reference exists; a fetch of the value raises the error.
             error = errors.ordinary(error)

@@ -16,7 +16,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
+from ..gradients.waves import deliver
 from ..links import reads
 from ..links.frames import (
     BULK,
@@ -32,6 +33,7 @@ from ..links.frames import (
     ERROR,
     FLAT,
     FORGO,
+    GRADIENTS,
     HEAD,
     LONE,
     NO_CONTEXT,
@@ -43,7 +45,6 @@ from ..links.frames import (
     Frame,
     Head,
     NotTheirs,
-    error_of,
     request_payload,
     response_body,
 )
@@ -52,11 +53,13 @@ from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
 from ..links.post import Post, tell
 from ..links.reads import AWAY, Fetch
-from ..links.ring import Link, Room
+from ..links.ring import QUEUE_BYTES, Link, Room
 from ..message import script, serialize
-from ..message.layout import travels
+from ..message.arrays import Arrived
+from ..message.layout import as_it_lies, travels
 from ..message.tensors import (
     HANDED,
+    INLINE_BYTES,
     NOTHING,
     WORD_BYTES,
     Landing,
@@ -65,36 +68,39 @@ from ..message.tensors import (
     describe_all,
     load_places,
     pack,
-    pack_lone,
     recallable,
     size_classes,
+    string_at,
     unpack,
     unpack_lone,
 )
 from ..references.context import RRefContext
-from ..references.unsent import take_back
-from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
-from ..transport.peers.ended import nobody
+from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
 from . import errors
 from .pending import Answer, Future, Outstanding, Pending
 from .timeouts import Timeouts
 
 _CALL = ("function", "args", "kwargs")
+_GRADIENTS = b"gradients"
+_WITH_LONE = LONE | HEAD | BULK
+
+_Pickled = tuple[bytes | str, bytes, int, list[torch.Tensor], list[torch.Tensor]]
+"""A call as it is sent: what it is in signatures (``grants``); payload; flags; tensors beside the payload, and those that
+require grad and travel in it."""
 
 
-_Pickled = tuple[bytes, bytes | str, bytes, int, list[torch.Tensor] | None, list[torch.Tensor], tuple[bytes, bytes] | None]
-"""A call as it is sent, without its large tensors: the function by reference (empty: the payload has it); what the call is in
-signatures (``grants``); payload; flags; large tensors; tensors that require grad and travel in the payload; table and data of
-the one small tensor that is all arguments."""
-
-
-def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
-    """Raises what pickling raises."""
-    label: bytes | str
-    name = label = serialize.reference(function) or b""
-    tensors: list[torch.Tensor] | None = None
+def _pickle(to: int, name: bytes, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
+    """``name``: the function by reference, if it travels so. Raises what pickling raises."""
+    label: bytes | str = name
+    tensors: list[torch.Tensor] | None
     parts: list[torch.Tensor] = []
-    lone = None
+    if function is deliver:
+        label, payload, tensors = _GRADIENTS, b"", serialize.flat(args)
+        flags |= FLAT
+        if tensors is None:
+            payload, tensors = serialize.dumps(args, to)
+            flags &= ~FLAT
+        return label, payload, flags, tensors, parts
     if not name:
         if isinstance(function, torch.jit.ScriptFunction):
             script.check(function, args)
@@ -103,23 +109,19 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     elif kwargs:
         payload, tensors = serialize.dumps((args, kwargs), to, _CALL[1:], parts)
         flags |= REFERENCE
-    elif len(args) == 1 and type(args[0]) is torch.Tensor and travels(args[0]):
-        lone = pack_lone(args[0])
-        payload, tensors = (b"", None) if lone else (serialize.ONE_TENSOR, [args[0]])
-        flags |= (LONE if lone else 0) | FLAT | REFERENCE
     elif (tensors := serialize.flat(args)) is not None:
         payload = serialize.dump_flat(args)
         flags |= FLAT | REFERENCE
     else:
         payload, tensors = serialize.dumps((args, {}), to, _CALL[1:], parts)
         flags |= REFERENCE
-    if lone is None and hasattr(function, "_names_callee"):
+    if hasattr(function, "_names_callee"):
         label = serialize.label(function, args)
-    return name, label, payload, flags, tensors, parts, lone
+    return label, payload, flags, tensors, parts
 
 
 def _place(
-    device: Device, memory: Memory, pending: Pending, label: bytes | str, tensors: list[torch.Tensor]
+    device: Device, memory: Memory, pending: Pending, label: bytes | str, tensors: Sequence[torch.Tensor]
 ) -> tuple[Outgoing, int]:
     """The tensors of a request, WRITTEN where places were granted for them, and the number of that grant, or 0."""
     link = pending.link
@@ -177,7 +179,7 @@ class Caller:
         self._distrust = distrust
         self._calls = itertools.count(1)
         progress.finish = self._finish_all
-        self.timeouts = Timeouts(self.pending, self._give_up)
+        self.timeouts = Timeouts(self.pending, self.give_up)
         self._ticking = self.timeouts.ticking
 
     # -- out
@@ -207,9 +209,27 @@ class Caller:
         """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error, and so is a
         deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
         if context is not None:
-            made: dict[int, Any] = {}
-            args, kwargs = unbound(args, made), unbound(kwargs, made)
-        name, label, payload, flags, tensors, parts, lone = _pickle(link.worker, function, args, kwargs, flags)
+            args, kwargs = unbound((args, kwargs))
+        kind, payload, table, data = REQUEST, b"", b"", None
+        tensors: Sequence[torch.Tensor] = ()
+        parts: Sequence[torch.Tensor] = ()
+        label: bytes | str
+        if function is deliver:
+            kind, label, (name, args) = GRADIENTS, _GRADIENTS, args
+        else:
+            name = label = serialize.reference(function) or b""
+        only: Any = args[0] if name and len(args) == 1 and not kwargs else None
+        if type(only) is torch.Tensor and travels(only):
+            known = as_it_lies(only)
+            if known is not None and known.nbytes <= INLINE_BYTES:
+                # The short way for the commonest message.
+                table, data = known.text, string_at(only.data_ptr(), known.nbytes)
+                flags |= LONE | FLAT | REFERENCE
+            else:
+                payload, tensors = serialize.ONE_TENSOR, args
+                flags |= FLAT | REFERENCE
+        else:
+            label, payload, flags, tensors, parts = _pickle(link.worker, name, function, args, kwargs, flags)
         call = next(self._calls)
         pending = Pending(self, link, call, timeout)
         now = time.monotonic()
@@ -228,17 +248,23 @@ class Caller:
                 number, message = NO_CONTEXT, 0
                 if context is not None:
                     pending.context, number, pending.recorded = context, context.number, torch.is_grad_enabled()
-                    message = context.send(link.worker, args if lone is not None else tensors or (), parts)
+                    message = context.send(link.worker, tensors if data is None else args, parts)
                 payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
                 flags |= HEAD
             if future:
                 self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
             self.pending[call] = pending
-            if lone is not None:
-                if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
+            if data is not None:
+                if link.try_send(kind, call, flags, 1, name, payload, table, data):
                     return pending
-                out = Outgoing(lone[0], lone[1], 1, [])
-            self._post(pending, flags, out, name, payload)
+                out = Outgoing(table, data, 1, [])
+            if link.waiting > QUEUE_BYTES and not flags & CONTROL:
+                # The peer has not read for a while, and as many requests are queued for it as may be.
+                room = self.progress.wait_for(Room(link), pending.deadline)
+                if not room or call not in self.pending:  # the thread of timeouts was faster, or the loss was told
+                    raise pending.timed_out()
+            dropped = None if flags & FLAT else partial(self.rrefs.take_back, link.worker, kind, flags, payload)
+            self.post.send(link, kind, call, flags, out, name, payload, pending, dropped)
         except (PeerLost, TransferTimeout) as error:
             self._not_sent(pending, flags, payload)
             if future and pending.future is None:
@@ -262,22 +288,10 @@ class Caller:
             self.futures[pending.call] = pending
             self.progress.linger(now)
 
-    def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
-        link = pending.link
-        if link.full and not flags & CONTROL:
-            # The peer has not read for a while, and as many requests are queued for it as may be.
-            room = self.progress.wait_for(Room(link), pending.deadline)
-            if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
-                raise pending.timed_out()
-        dropped = None
-        if not flags & FLAT:
-            dropped = partial(take_back, self.rrefs, link.worker, REQUEST, flags, payload)
-        self.post.send(link, REQUEST, pending.call, flags, out, name, payload, pending, dropped)
-
     def _not_sent(self, pending: Pending, flags: int, payload: bytes) -> None:
         self.pending.pop(pending.call, None)
         self.expired.pop(pending.call, None)
-        take_back(self.rrefs, pending.link.worker, REQUEST, flags, payload)
+        self.rrefs.take_back(pending.link.worker, REQUEST, flags, payload)
 
     # -- in
 
@@ -293,11 +307,17 @@ class Caller:
             self.refused += 1
             raise NotTheirs("it answered a call that was made to another worker")
         if pending.deadline is not None and not pending.expired and time.monotonic() >= pending.deadline:
-            self._give_up(pending)  # nobody has looked at the clock since
+            self.give_up(pending)  # nobody has looked at the clock since
         if frame.flags & AWAY and link.channel.reads_take_peer:
             self._begin_reading(pending, frame)
         elif self.pending.pop(frame.call, None) is not None:
-            self._answer(pending, frame)
+            if pending.future is not None:
+                self._answer(pending, frame)
+                return
+            pending.answers.append(frame)
+            pending.done = True
+            if self.progress.followers:
+                self.progress.completed()
         elif self.expired.pop(frame.call, None) is not None:
             self.pool.jobs.append(partial(self._bury, pending, frame))
 
@@ -392,7 +412,7 @@ class Caller:
         try:
             if streams is not None:
                 streams.touched()
-            value = self._read(pending, answer)
+            value = self.read(pending, answer)
             if streams is not None and streams.touched() and not future.on_gpu:
                 # Nobody expected that, so the future does not know of streams. Once for each function.
                 streams.expected.add(pending.key[0])
@@ -423,33 +443,20 @@ class Caller:
             future._pending = None
         return True
 
-    def result(self, pending: Pending) -> Any:
-        """Wait for the answer of a call without a future, and decode it."""
-        try:
-            try:
-                answered = self.progress.wait_for(pending, pending.deadline)
-            except BaseException:
-                self.abandon(pending)
-                raise
-            if not answered:
-                self._give_up(pending)
-            answer = pending.answers.pop()
-            return self._read(pending, answer)
-        finally:
-            if pending.event is not None:
-                pending.event.__exit__(None, None, None)
-
     # -- reading an answer: the tensors, the value, and the landing places for later calls
 
-    def _read(self, pending: Pending, answer: Answer) -> Any:
+    def read(self, pending: Pending, answer: Answer) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
-        decode, observer = self._decode, self.post.observer
+        if torch.is_inference_mode_enabled() or function_modes() or dispatch_modes():
+            # As elsewhere: who waits in that mode may train with what came later.
+            with torch.inference_mode(False), unseen():
+                return self.read(pending, answer)
+        observer = self.post.observer
         if observer is not None:
-            decode = partial(observer.reading, decode)
-        if not (torch.is_inference_mode_enabled() or function_modes() or dispatch_modes()):
-            return decode(pending, answer)
-        with torch.inference_mode(False), unseen():  # as elsewhere: who waits in that mode may train with what came later
-            return decode(pending, answer)
+            return observer.reading(self._decode, pending, answer)
+        if answer.__class__ is Frame and answer.flags & _WITH_LONE == LONE and not (pending.key[1] or answer.function):
+            return unpack_lone(answer.body, answer.data)
+        return self._decode(pending, answer)
 
     def _decode(self, pending: Pending, answer: Answer) -> Any:
         fetch = None
@@ -460,13 +467,11 @@ class Caller:
                 self._read_rest(pending, answer)
             fetch, answer = answer, answer.frame
         flags = answer.flags
-        if flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
-            return unpack_lone(answer.body, answer.data)
         frame = self._whole(pending, answer, fetch) if flags & BULK else answer
         if frame.kind == ERROR:
             if flags & (READS | BULK):
                 tell(pending.link, RELEASE, pending.call)
-            raise errors.rebuild(error_of(frame))
+            raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
         if not flags & FLAT and payload[0] == serialize.MARK:
@@ -481,7 +486,7 @@ class Caller:
             value = unpack_lone(table, data)
             if head.message:
                 _attach(pending, head.message, [value])
-            return value
+            return (frame.body[: frame.function], value) if frame.function else value
         tensors = self._tensors(pending, frame, table, data, fetch) if frame.tensors or flags & (READS | BULK) else []
         if not frame.tensors:
             pending.link.grants.expect_result(pending.key, ())
@@ -489,15 +494,18 @@ class Caller:
             _attach(pending, head.message, tensors)  # before it is unpickled, which may compute with them
         parts: list[torch.Tensor] = []
         if flags & FLAT:
-            value = serialize.load_flat_one(payload, tensors)
+            value = serialize.load_flat_one(payload, tensors) if payload else tuple(tensors)
         else:
             try:
-                value = serialize.loads(payload, tensors, references, parts)
+                arrived: list[Arrived] = []
+                value = serialize.loads(payload, tensors, references, parts, arrived)
+                if arrived and pending.future is not None:
+                    pending.future.arrays = arrived
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
         if head.message:
             _attach(pending, head.message + 1, parts)
-        return value
+        return (frame.body[: frame.function], value) if frame.function else value
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
         """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
@@ -553,7 +561,7 @@ class Caller:
                     link.channel,
                     pending.landing,
                     link.places,
-                    _deadline(pending),
+                    None if pending.expired else pending.deadline,
                     ahead,
                 )
         finally:
@@ -587,7 +595,7 @@ class Caller:
         if not self._expect_late(pending):
             self.pool.submit(partial(self._bury, pending, pending.answers.pop()))
 
-    def _give_up(self, pending: Pending) -> None:
+    def give_up(self, pending: Pending) -> None:
         if not self._expect_late(pending):
             return
         self._answer(pending, pending.timed_out())
@@ -595,7 +603,7 @@ class Caller:
     def _bury(self, pending: Pending, answer: Answer) -> None:
         """Read a late answer that nobody wants, to take what it brings: memory handed over, grants, references."""
         try:
-            self._read(pending, answer)
+            self.read(pending, answer)
         except Exception:
             # Whatever was to be told to the caller: it has given up.
             return

@@ -26,9 +26,10 @@ _PICKLER_HINT = (
 )
 
 
-def dump(error: BaseException, me: WorkerInfo) -> bytes:
-    """The payload of an ``ERROR``. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and
-    ``KeyboardInterrupt`` of a function become ``RuntimeError`` for the caller, which they must not end."""
+def dump(error: BaseException, me: WorkerInfo) -> tuple[bytes, str]:
+    """The payload of an ``ERROR``, and for people its type, text and traceback. Raises nothing, whatever the exception's own
+    methods do. ``SystemExit`` and ``KeyboardInterrupt`` of a function become ``RuntimeError`` for the caller, which they must
+    not end."""
     error = for_others(error, me.name)
     name = type(error).__name__
     try:
@@ -37,14 +38,9 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
     except BaseException as reason:
         summary, trace = f"{name} (its text cannot be made: {type(reason).__name__})", ""
     if not isinstance(error, Exception):
-        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5)
+        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5), summary
     text = f"On {me}:\n{summary}\n{trace}"
-    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5)
-
-
-def text_of(payload: bytes) -> str:
-    """The type, text and traceback of an error, for people."""
-    return str(pickle.loads(payload)[1])
+    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5), text
 
 
 def rebuild(payload: bytes) -> Exception:

@@ -18,25 +18,19 @@ import threading
 
 import torch
 
-from ..message.layout import travels
-from ..transport import ArenaFull, Channel, Device, RemoteRegion
-from ..transport.memory.arena import Arena, Block
-from ..transport.memory.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
-from ..transport.words import kernels
+from ..transport import Arena, ArenaFull, Block, Channel, Device, RemoteRegion, kernels, sole
 
 _WORDS = 256
 _WORD_BYTES = 8
 
 
-def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
-    """The block of the arena that this tensor lies in, if the caller's one variable is all that refers to the tensor and to its
-    storage: no view, no graph, no user."""
-    if references(tensor) != PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
-        return None
-    if not travels(tensor):  # of several parts, or of elements that mean nothing without their scale
+def sole_block(tensor: torch.Tensor, arena: Arena) -> Block | None:
+    """The block of the arena that this tensor, which ``travels``, lies in, if the caller's one variable is all that refers to
+    the tensor and to its storage: no view, no graph, no user."""
+    if sole.references(tensor) != sole.PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
         return None
     storage = tensor.untyped_storage()
-    if storage_uses(storage) != STORAGE_USES or references(storage) != STORAGE:
+    if sole.storage_uses(storage) != sole.STORAGE_USES or sole.references(storage) != sole.STORAGE:
         return None
     return arena.leased(storage)
 
@@ -48,7 +42,9 @@ class _Board:
         words = channel.empty(_WORDS, dtype=torch.int64).zero_()
         self.words = words
         self.address = words.data_ptr()
-        self.remote = RemoteRegion.load(channel.device.export(words))
+        remote = RemoteRegion.load(channel.device.export(words))
+        self.places = [remote[at : at + _WORD_BYTES].dump() for at in range(0, _WORDS * _WORD_BYTES, _WORD_BYTES)]
+        """The descriptor of each word."""
         self.free = list(range(_WORDS - 1, -1, -1))
         self.given: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -60,7 +56,8 @@ class Handovers:
         self._device = device
         self._boards: dict[Channel, _Board] = {}
         self._limit = device.arena.limit // 4
-        self._outstanding = 0
+        self.outstanding = 0
+        """Bytes handed over and not released yet."""
         self._lock = threading.Lock()
         self.nbytes = 0
         """Bytes handed over, ever."""
@@ -76,22 +73,17 @@ class Handovers:
                 except ArenaFull:  # the result is copied, from where it lies
                     return None
             self._sweep(board)
-            if not board.free or self._outstanding + block.nbytes > self._limit:
+            if not board.free or self.outstanding + block.nbytes > self._limit:
                 return None
             word = board.free.pop()
             board.given[word] = run, block.nbytes
-            self._outstanding += block.nbytes
+            self.outstanding += block.nbytes
             self.nbytes += run.nbytes
             kernels.store(board.address + _WORD_BYTES * word, 1)
         device, segment = self._device, block.segment
         offset = run.data_ptr() - segment.address
         place = RemoteRegion(device.uid, device.epoch, segment.number, segment.key, offset, run.nbytes)
-        return place.dump() + board.remote[_WORD_BYTES * word : _WORD_BYTES * (word + 1)].dump()
-
-    @property
-    def outstanding(self) -> int:
-        """Bytes handed over and not released yet."""
-        return self._outstanding
+        return place.dump() + board.places[word]
 
     def sweep(self) -> None:
         """Take back what was released."""
@@ -99,10 +91,11 @@ class Handovers:
             for channel, board in list(self._boards.items()):
                 self._sweep(board)
                 if channel.error is not None and (not board.given or channel.peer_ended()):
-                    self._outstanding -= sum(nbytes for _, nbytes in board.given.values())
+                    self.outstanding -= sum(nbytes for _, nbytes in board.given.values())
                     del self._boards[channel]
 
     def _sweep(self, board: _Board) -> None:
-        for word in [word for word in board.given if kernels.load(board.address + _WORD_BYTES * word) == 0]:
-            self._outstanding -= board.given.pop(word)[1]
-            board.free.append(word)
+        for word in tuple(board.given):
+            if kernels.load(board.address + _WORD_BYTES * word) == 0:
+                self.outstanding -= board.given.pop(word)[1]
+                board.free.append(word)

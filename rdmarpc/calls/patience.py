@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..transport import ArenaFull, Channel
-from ..transport.memory.arena import Arena, size_class
+from ..transport import Arena, ArenaFull, Channel, size_class
 
 DEFAULT_S = 10.0
 _GRACE_S = 1.0
@@ -32,8 +31,6 @@ class Patience:
         self._arena: Arena = agent.device.arena
         self._waiting: set[int] = set()
         """The threads of the pool that wait here, by ``Pool.slot``: none of them frees anything meanwhile."""
-        self.waits = 0
-        """How many allocations have had to wait so far."""
 
     def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
         """``nbytes`` > 0 of memory that only the channel's peer may touch. ``deadline``: that of the call that needs it
@@ -51,7 +48,6 @@ class Patience:
                 self._waiting.discard(slot)
 
     def _retry(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
-        self.waits += 1
         begin = time.monotonic()
         limit = begin + DEFAULT_S if deadline is None else deadline
         fits = size_class(nbytes) <= self._arena.limit
@@ -81,7 +77,7 @@ class Patience:
         """Whether something runs, or is lent, that may free memory when it ends."""
         agent = self._agent
         return bool(
-            agent.pool.others_run(self._waiting)
+            agent.pool.running - self._waiting
             or not agent.callee.settled
             or any(link.held.reading for link in list(agent.links.rows.values()))
             or agent.callee.handovers.outstanding

@@ -16,6 +16,7 @@ from ..links.grants import Signature
 from ..links.polling.modes import check_real, dispatch_modes, tracing
 from ..links.reads import Fetch
 from ..links.ring import Link
+from ..message.arrays import Arrived, use_here
 from ..message.tensors import Landing
 from ..transport import TransferTimeout, bare
 
@@ -81,17 +82,24 @@ class Pending:
         return now - (self.since if self.deadline is None else self.deadline - self.timeout)
 
     def result(self) -> Any:
-        """Wait for the answer of a call without a future, once. Raises the error of the call."""
-        return self.caller.result(self)
+        """Wait for the answer of a call without a future, once, and decode it. Raises the error of the call."""
+        caller = self.caller
+        try:
+            try:
+                answered = caller.progress.wait_for(self, self.deadline)
+            except BaseException:
+                caller.abandon(self)
+                raise
+            if not answered:
+                caller.give_up(self)
+            return caller.read(self, self.answers.pop())
+        finally:
+            if self.event is not None:
+                self.event.__exit__(None, None, None)
 
     def hold(self, bulk: torch.Tensor) -> None:
         """Keep alive the memory that the callee will READ."""
         self.keep = (self.keep, bulk)
-
-    def expose(self) -> None:
-        """Note that users' code may depend on the completion of the call's future from now on."""
-        assert self.future is not None
-        self.future.has_callbacks = True
 
     def abandon(self) -> None:
         """Give up a call without a future, whose answer nobody wants any more."""
@@ -141,14 +149,17 @@ class Outstanding:
 class Future(Awaitable):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
+    done: Any = torch._C.Future.done
     has_callbacks = False
     unforeseen = False
     """The result has tensors on GPUs, which this object does not know of. They are there."""
+    arrays: Sequence[Arrived] = ()
+    """The arrays of cupy in the result."""
 
     def __init__(self, caller: Any, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: the devices on which the result may have tensors. A waiter can then use the result in the order of its
         streams, without waiting for the devices. This costs a pickling of the result."""
-        # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
+        # The C++ class directly, here and elsewhere: torch's Python layer in between costs as much as all of the rest.
         torch._C.Future.__init__(self, list(devices))
         self.on_gpu = bool(devices)
         self._caller = caller
@@ -170,6 +181,8 @@ class Future(Awaitable):
         found = torch._C.Future.wait(self)
         if self.unforeseen:
             streams.use_here(tree_leaves(found))
+        if self.arrays:
+            use_here(self.arrays)
         return found
 
     def _wait(self, pending: Pending) -> None:
@@ -178,9 +191,6 @@ class Future(Awaitable):
             # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
             self._caller.progress.wait_for(pending)
         self._caller.finish(pending)
-
-    def done(self) -> bool:
-        return torch._C.Future.done(self)
 
     def set_exception(self, result: Any) -> None:
         fail(self, bare(result))

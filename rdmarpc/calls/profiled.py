@@ -21,6 +21,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from ..links.frames import CONTROL, REMOTE
+from ..links.ring import Link
 from .pending import Pending
 
 
@@ -44,21 +45,21 @@ def kind_of(function: Any, flags: int, future: bool) -> str:
     return "rpc_async" if future else "rpc_sync"
 
 
-def begin(function: Any, args: Any, flags: int, future: bool, me: str, to: str) -> record_function:
-    """The event of a call that this thread begins now. It ends at the latest when it dies (nothing was sent)."""
-    event = record_function(_text(kind_of(function, flags, future), function, args or (), me, to))
+def sending(
+    request: Callable[..., Pending], me: str, link: Link, function: Any, args: Any, kwargs: Any, limit: float, *more: Any
+) -> Pending:
+    """``Caller.request`` inside an event that ends with the call, or at the latest when it dies (nothing was sent)."""
+    flags, future, *_ = more
+    event = record_function(_text(kind_of(function, flags, future), function, args, me, link.name))
     event.__enter__()
-    return event
-
-
-def follow(event: record_function, pending: Pending) -> None:
-    """Let the event end with its call, which was sent."""
+    pending = request(link, function, args, kwargs, limit, *more)
     if pending.future is None:
-        pending.event = event  # ended by ``Caller.result``
-        return
-    # Ending it ourselves would not do: the thread that completes the future need not be one that is profiled, and there
-    # torch leaves the event open. This way it takes the profiler of this thread along.
-    event._call_end_callbacks_on_future(pending.future)
+        pending.event = event  # ended by ``Pending.result``
+    else:
+        # Ending it ourselves would not do: the thread that completes the future need not be one that is profiled, and there
+        # torch leaves the event open. This way it takes the profiler of this thread along.
+        event._call_end_callbacks_on_future(pending.future)
+    return pending
 
 
 def serving(function: Callable[..., Any], args: Any, caller: str, me: str) -> Callable[..., Any]:

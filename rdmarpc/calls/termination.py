@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,16 +124,13 @@ class Termination:
 
     def _finish(self, deadline: float | None) -> None:
         """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
-        agent, limit = self._agent, _limit(deadline)
-        while not (agent.idle and agent.callee.settled and agent.links.flushed) and time.monotonic() < limit:
-            time.sleep(_IDLE_POLL_S)
+        agent = self._agent
+        _wait_until(lambda: agent.idle and agent.callee.settled and agent.links.flushed, deadline)
         self._let_gpus_finish(deadline)
 
     def _let_gpus_finish(self, deadline: float | None) -> None:
         """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
-        limit = _limit(deadline)
-        while gpu.current is not None and not gpu.current.settled and time.monotonic() < limit:
-            time.sleep(_IDLE_POLL_S)
+        _wait_until(lambda: gpu.current is None or gpu.current.settled, deadline)
 
     def wait(self, deadline: float | None) -> None:
         """Keep serving until all workers are done. The calling thread sleeps: it must not compete with the pool."""
@@ -146,23 +144,22 @@ class Termination:
             # After a loss others may never let go of a function that runs here.
             while not agent.idle and self._error is None:
                 self._sleep(threading.Event(), deadline, 0.001, own=number == 0)
-            if self._error is not None:
-                raise fresh(self._error)
-            arrived = threading.Event()
-            self._waiting = arrived
+            self._check()
+            arrived = self._waiting = threading.Event()
             _, sent, answered, *_ = agent.links.counts
-            arguments = (number, sent, answered)
-            future = agent.call_async(leader, _report, arguments, None, 0, control=True)
+            future = agent.call_async(leader, _report, (number, sent, answered), None, 0, control=True)
             future.add_done_callback(lambda _, arrived=arrived: arrived.set())
-            if self._error is not None:
-                raise fresh(self._error)
+            self._check()
             while not arrived.is_set():
                 self._sleep(arrived, deadline, 0.1)
-            if self._error is not None:
-                raise fresh(self._error)
+            self._check()
             if future.wait():
                 return
             time.sleep(min(_ROUND_PAUSE_S, number / 1e3))  # a call may stay unanswered for long
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise fresh(self._error)
 
     def _sleep(self, event: threading.Event, deadline: float | None, seconds: float, own: bool = False) -> None:
         event.wait(seconds)
@@ -183,9 +180,12 @@ class Termination:
         return f"{', '.join(info.name for info in agent.workers if info.id not in came)} did not come to shutdown in time"
 
 
-def _limit(deadline: float | None) -> float:
+def _wait_until(settled: Callable[[], bool], deadline: float | None) -> None:
+    """For ``_LEAVE_TIMEOUT_S`` at most."""
     limit = time.monotonic() + _LEAVE_TIMEOUT_S
-    return limit if deadline is None else min(limit, deadline)
+    limit = limit if deadline is None else min(limit, deadline)
+    while not settled() and time.monotonic() < limit:
+        time.sleep(_IDLE_POLL_S)
 
 
 def _report(sender: int, number: int, sent: int, answered: int) -> torch.futures.Future[bool]:

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ..transport.peers.ended import nobody
-from ..transport.peers.guard import Guard
+from ..transport import Guard, nobody
 from .pending import Pending
 
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0

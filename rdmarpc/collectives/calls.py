@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
-from ..transport import kernels
-from ..transport.exchange.streams import COPY_PAST, Fold, Plan, Span, Streams
+from ..transport import NotSupported, exchange, kernels
 from .engine import Engine
-from .signature import Signature, code_of
-from .sums import Sum
+from .signature import Mismatch, Signature, code_of
+from .sums import Sum, sum_of
 
 ONE_SHOT = 128 << 10
 """Bytes that a rank receives of all others, at most, where everybody sends everything to everybody."""
@@ -42,7 +42,7 @@ def in_turn(runs: Iterable[Run]) -> Run:
     return run
 
 
-def span(tensor: Flat) -> Span:
+def span(tensor: Flat) -> exchange.Span:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
@@ -51,26 +51,26 @@ def _copy(target: Flat, source: Flat) -> None:
         target.copy_(source.clone() if _meet(span(source), span(target)) else source)
 
 
-def _meet(one: Span, other: Span) -> bool:
+def _meet(one: exchange.Span, other: exchange.Span) -> bool:
     """Whether these have memory in common."""
     return one[0] < other[0] + other[1] and other[0] < one[0] + one[1] and min(one[1], other[1]) > 0
 
 
-def _overlap(some: Iterable[Span], others: Iterable[Span]) -> bool:
+def _overlap(some: Iterable[exchange.Span], others: Iterable[exchange.Span]) -> bool:
     others = list(others)
     return any(_meet(one, other) for one in some for other in others)
 
 
-def _sum(engine: Engine, outs: dict[int, Span], own: Flat, result: Flat, how: Sum) -> None:
+def _sum(engine: Engine, outs: dict[int, exchange.Span], own: Flat, result: Flat, how: Sum) -> None:
     """Exchange: send ``outs``, and add up what comes from everybody else with ``own`` into ``result``."""
     nbytes = span(own)[1]
     others = [rank for rank in range(engine.size) if rank != engine.rank]
     if how.code >= 0 and engine.folds:
-        fold = Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, False)
-        engine.exchange(outs, dict.fromkeys(others, (0, nbytes)), fold)
+        fold = exchange.Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, False)
+        engine.move(outs, dict.fromkeys(others, (0, nbytes)), fold)
         return
     parts = {rank: torch.empty_like(own) for rank in others}
-    engine.exchange(outs, {rank: span(part) for rank, part in parts.items()})
+    engine.move(outs, {rank: span(part) for rank, part in parts.items()})
     parts[engine.rank] = own
     how.add_up(result, [parts[rank] for rank in range(engine.size)])
 
@@ -84,7 +84,7 @@ def cut(count: int, size: int) -> list[tuple[int, int]]:
 def barrier(name: str = "barrier") -> Run:
     signature = Signature(name)
 
-    def make(streams: Streams) -> Plan:
+    def make(streams: exchange.Streams) -> exchange.Plan:
         empty = dict.fromkeys(streams.order, (0, 0))
         return streams.plan(code_of(signature), 0, empty, empty)
 
@@ -102,11 +102,11 @@ def all_reduce(data: torch.Tensor, how: Sum) -> Run:
     nbytes = data.nbytes
     signature = Signature("all_reduce", data.dtype, data.numel(), how.name)
 
-    def make(streams: Streams) -> Plan:
+    def make(streams: exchange.Streams) -> exchange.Plan:
         if nbytes * len(streams.order) > ONE_SHOT:
             return streams.sum_plan(code_of(signature), signature.elements, how.code, nbytes)
         whole = dict.fromkeys(streams.order, (0, nbytes))
-        return streams.plan(code_of(signature), signature.elements, whole, whole, Fold(how.code, 0, 0, nbytes, True))
+        return streams.plan(code_of(signature), signature.elements, whole, whole, exchange.Fold(how.code, 0, 0, nbytes, True))
 
     def run(engine: Engine, limit: float) -> None:
         engine.begin(signature, limit)
@@ -136,7 +136,7 @@ def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
         parts = [piece[begin:end] for begin, end in cut(piece.numel(), size)]
         mine, sent = parts[rank], {other: span(part) for other, part in enumerate(parts) if other != rank}
         _sum(engine, sent, mine, mine, how)
-        engine.exchange(dict.fromkeys(sent, span(mine)), sent)
+        engine.move(dict.fromkeys(sent, span(mine)), sent)
 
 
 def reduce(data: Flat, how: Sum, root: int) -> Run:
@@ -146,7 +146,7 @@ def reduce(data: Flat, how: Sum, root: int) -> Run:
         engine.begin(signature, limit)
         if engine.rank != root:
             part = how.part(data)
-            engine.exchange({root: span(part)})
+            engine.move({root: span(part)})
         else:
             if how.factor is not None:
                 data.mul_(how.factor)
@@ -184,7 +184,7 @@ def broadcast(data: Flat, root: int) -> Run:
     nbytes = data.nbytes
     signature = Signature("broadcast", data.dtype, data.numel(), "", root)
 
-    def make(streams: Streams) -> Plan:
+    def make(streams: exchange.Streams) -> exchange.Plan:
         mine = streams.rank == root
         outs, ins = dict.fromkeys(streams.order if mine else (), (0, nbytes)), {} if mine else {root: (0, nbytes)}
         return streams.plan(code_of(signature), signature.elements, outs, ins)
@@ -216,7 +216,7 @@ def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root:
             given = [each.clone() for each in inputs]
         outs = {rank: span(given[rank]) for rank in receivers} if given else {}
         if outs or ins:
-            engine.exchange(outs, ins)
+            engine.move(outs, ins)
         if given and outputs:
             _copy(outputs[me], given[me])
         engine.end()
@@ -233,7 +233,7 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
         size, rank = engine.size, engine.rank
         part, step = (nbytes // size,) * 2 if name == "all_to_all" else (nbytes, 0)
 
-        def make(streams: Streams) -> Plan:
+        def make(streams: exchange.Streams) -> exchange.Plan:
             outs = {other: (other * step, part) for other in streams.order}
             ins = {other: (other * part, part) for other in streams.order}
             return streams.plan(code_of(signature), 0, outs, ins)
@@ -247,7 +247,7 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
         if size > 1:
             engine.run(engine.plan((signature, nbytes), make), source, target)
         if source + rank * step != place:
-            copy = kernels.copy_past_caches if part >= COPY_PAST else kernels.copy
+            copy = kernels.copy_past_caches if part >= exchange.COPY_PAST else kernels.copy
             copy(place, source + rank * step, part)
         engine.end()
 
@@ -261,9 +261,9 @@ def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
     def run(engine: Engine, limit: float) -> None:
         engine.begin(signature, limit)
 
-        def make(streams: Streams) -> Plan:
+        def make(streams: exchange.Streams) -> exchange.Plan:
             outs = {other: (other * nbytes, nbytes) for other in streams.order}
-            fold = Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
+            fold = exchange.Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
             return streams.plan(code_of(signature), 0, outs, dict.fromkeys(streams.order, (0, nbytes)), fold)
 
         target, kept = output.data_ptr(), input
@@ -276,5 +276,41 @@ def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
         if how.average:
             how.finish(output.detach(), engine.size)
         engine.end()
+
+    return run
+
+
+def all_reduce_sparse(tensor: torch.Tensor, operation: dist.ReduceOp) -> Callable[[Engine, float], None]:
+    """Of sparse tensors (COO): all parts to all ranks, which add them up in the order of the ranks. ``tensor``
+    gets the sum, coalesced. All ranks give tensors of one shape and one number of sparse dimensions."""
+    if sum_of(operation, tensor.dtype).name != "sum":
+        raise NotSupported("an all_reduce of sparse tensors that is no sum")
+    part = tensor.detach().coalesce()
+
+    def run(engine: Engine, limit: float) -> None:
+        size = engine.size
+
+        def gather(into: list[torch.Tensor], own: torch.Tensor) -> None:
+            all_to_all("all_gather", into, [own] * size)(engine, limit)
+
+        mine = torch.tensor([part._nnz(), part.sparse_dim(), *part.shape], device="cpu")
+        heads = [torch.zeros_like(mine) for _ in range(size)]
+        gather(heads, mine)
+        for rank, head in enumerate(heads):
+            if not torch.equal(head[1:], mine[1:]):
+                me, other = engine.ranks[engine.rank], engine.ranks[rank]
+                theirs = f"{tuple(head[2:].tolist())}, {int(head[1])} of them sparse"
+                raise Mismatch(
+                    f"rank {me} adds up a sparse tensor of {tuple(part.shape)}, {part.sparse_dim()} of them sparse, and rank "
+                    f"{other} one of {theirs}"
+                )
+        counts = [head[0] for head in heads]
+        inner = tuple(part.values().shape[1:])
+        indices = [torch.empty(part.sparse_dim() * int(count), dtype=torch.int64, device="cpu") for count in counts]
+        gather(indices, part.indices().contiguous().view(-1))
+        values = [torch.empty((int(count), *inner), dtype=part.dtype, device="cpu") for count in counts]
+        gather([each.view(-1) for each in values], part.values().contiguous().view(-1))
+        where = torch.cat([each.view(part.sparse_dim(), -1) for each in indices], dim=1)
+        tensor.copy_(torch.sparse_coo_tensor(where, torch.cat(values), part.shape, device="cpu").coalesce())
 
     return run

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..options import RpcBackendOptions
-from ..transport import Channel, Device, PeerLost, TransferTimeout, open_device
-from ..transport.exchange.lane import NUMBERS, Lane
+from ..transport import Channel, Device, PeerLost, TransferTimeout, exchange, open_device
 
 _CONNECT_S = 20.0
 _LOOK_S = 0.05
@@ -29,7 +28,7 @@ class Domain:
         self.jobs: weakref.WeakKeyDictionary[Any, dict[int, Channel]] = weakref.WeakKeyDictionary()
         """By the group of a whole job: the channels to its ranks that its subgroups have met."""
         self._channels: dict[str, Channel] = {}
-        self._kept: list[Lane] = []
+        self._kept: list[exchange.Lane] = []
         """Closed lanes whose memory and numbers the peer may still write."""
         self._numbers: weakref.WeakKeyDictionary[Channel, list[int]] = weakref.WeakKeyDictionary()
         """By channel: first numbers of lanes that nobody writes any more."""
@@ -86,9 +85,9 @@ class Domain:
         with self._changed:
             if spare := self._numbers.get(channel):
                 return spare.pop()
-        return channel.take_numbers(NUMBERS)
+        return channel.take_numbers(exchange.NUMBERS)
 
-    def keep(self, lanes: Iterable[Lane]) -> None:
+    def keep(self, lanes: Iterable[exchange.Lane]) -> None:
         """Hold closed lanes until their peers write them no more, and let go of those that are so far."""
         with self._changed:
             kept, self._kept = [*self._kept, *lanes], []

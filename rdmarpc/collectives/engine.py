@@ -14,9 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 
-from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
-from ..transport.exchange.layout import CLOSED, MISMATCH, OK
-from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
+from ..transport import PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept
 from .meeting import ERROR, LEFT, Ranks, has_left
 from .signature import Mismatch, Signature, code_of
 
@@ -48,7 +46,7 @@ class Engine:
         self._moves = threading.Lock()
         """Held while the streams move."""
         self.sequence = 0
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, exchange.Plan] = {}
         self.planned = 0
         """Plans that were made: for the first call of a signature, or, of lists and uneven parts, of these addresses."""
         self.signature = Signature("barrier")
@@ -71,7 +69,7 @@ class Engine:
     def end(self) -> None:
         self.since = 0.0
 
-    def plan(self, key: Hashable, make: Callable[[Streams], Plan]) -> Plan:
+    def plan(self, key: Hashable, make: Callable[[exchange.Streams], exchange.Plan]) -> exchange.Plan:
         """The plan of a signature, or of an exchange, made by its first call. ``key``: all that the plan is made from."""
         found = self._plans.get(key)
         if found is None:
@@ -82,7 +80,12 @@ class Engine:
             self.planned += 1
         return found
 
-    def exchange(self, outs: Mapping[int, Span], ins: Mapping[int, Span] = NOTHING, fold: Fold | None = None) -> None:
+    def move(
+        self,
+        outs: Mapping[int, exchange.Span],
+        ins: Mapping[int, exchange.Span] = exchange.NOTHING,
+        fold: exchange.Fold | None = None,
+    ) -> None:
         """Send and receive between these addresses until all is done; a plan is made for the first call that has them. Raises
         what ended it; then the group has failed."""
         self.check()
@@ -90,8 +93,8 @@ class Engine:
         key = code, elements, fold, tuple(outs.items()), tuple(ins.items())
         self.run(self.plan(key, lambda streams: streams.plan(code, elements, outs, ins, fold)))
 
-    def run(self, plan: Plan, source: int = 0, target: int = 0) -> None:
-        """Exchange by this plan (``Streams.begin``) until all is done. Raises as ``exchange``."""
+    def run(self, plan: exchange.Plan, source: int = 0, target: int = 0) -> None:
+        """Exchange by this plan (``Streams.begin``) until all is done. Raises as ``move``."""
         with self._moves:
             streams = self.streams
             if self.error is not None or streams is None:
@@ -100,10 +103,10 @@ class Engine:
             if plan.changes:
                 self._naming(lambda: streams.offer(plan))
             streams.begin(plan, self.sequence, source, target, patient=aside.on)
-            while (status := streams.advance(_SLICE_NS)) != OK:
-                if status == MISMATCH:
+            while (status := streams.advance(_SLICE_NS)) != exchange.OK:
+                if status == exchange.MISMATCH:
                     raise self._mismatch(streams.at_fault())
-                self._look(status == CLOSED)
+                self._look(status == exchange.CLOSED)
             if plan.changes:
                 self._naming(lambda: streams.grow(plan, self.limit, lambda: self._look(False)))
                 self._plans.clear()

@@ -23,10 +23,7 @@ import torch.distributed as dist
 from ..links.group.job_secret import INSECURE, USERS, Claim, agree, claim
 from ..links.group.restarts import restarted_by_launcher, runs
 from ..options import RpcBackendOptions
-from ..transport import Channel, PeerLost, RdmaError, TransferTimeout
-from ..transport.exchange.lane import Lane
-from ..transport.exchange.streams import Streams, streams
-from ..transport.peers.ended import nobody
+from ..transport import Channel, PeerLost, RdmaError, TransferTimeout, exchange, nobody
 from . import domain as domains
 from .domain import Domain
 from .signature import Mismatch
@@ -255,10 +252,10 @@ class Meeting:
         piece = max(_LEAST if near else _FAR, min(_MOST, room // others // (depth if near else 1) // 4096 * 4096))
         return piece, (depth, max(depth, min(_SLOTS // others, _LANE) // piece))
 
-    def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
+    def lanes(self, domain: Domain, kinds: int) -> list[dict[int, exchange.Lane]]:
         """``kinds`` lanes to every other member, open: for collectives, and for pairs."""
         mine = json.dumps([domain.token, domain.device.address.decode()])
-        made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
+        made: list[dict[int, exchange.Lane]] = [{} for _ in range(kinds)]
         for rank, text in enumerate(self.all("member", mine)):
             if rank == self.rank:
                 continue
@@ -267,7 +264,9 @@ class Meeting:
             called = f"rank {self._ranks[rank]}"
             channel = self.channels[rank] = domain.channel(token, address.encode(), called, self.timeout, check)
             for kind, lanes in enumerate(made):
-                lanes[rank] = Lane(domain.device, channel, *self._sizes(kind), domain.bell, domain.take_numbers(channel))
+                lanes[rank] = exchange.Lane(
+                    domain.device, channel, *self._sizes(kind), domain.bell, domain.take_numbers(channel)
+                )
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
         told = [json.loads(text) for text in self.all("lanes", json.dumps(offers))]
         for rank in made[0]:
@@ -297,7 +296,7 @@ def _channels(job: Any) -> dict[int, Channel]:
     return {**domain.jobs.get(job, {}), **{rank: lane.channel for rank, lane in lanes.items()}}
 
 
-def has_left(lane: Lane) -> bool:
+def has_left(lane: exchange.Lane) -> bool:
     """Of a member that was not lost: whether it has left the group."""
     return lane.notice().startswith(LEFT) or lane.channel.error is not None
 
@@ -318,8 +317,8 @@ class Ranks:
         ``job``: the group whose ranks these are, ``None`` for a group that counts its own."""
         self.rank, self.size, self.ranks = rank, len(ranks), ranks
         self.domain: Domain | None = None
-        self.lanes: list[dict[int, Lane]] = [{}, {}]
-        self.streams: Streams | None = None
+        self.lanes: list[dict[int, exchange.Lane]] = [{}, {}]
+        self.streams: exchange.Streams | None = None
         self._told = False
         if self.size == 1:
             return
@@ -346,7 +345,7 @@ class Ranks:
             meeting.begin()
             self.domain = meeting.domain(secret)
             self.lanes = meeting.lanes(self.domain, 2)
-            self.streams = streams(self.domain.device, self.rank, self.lanes[0], self.domain.bell)
+            self.streams = exchange.streams(self.domain.device, self.rank, self.lanes[0], self.domain.bell)
             meeting.end()
         except _Changed:
             return False

@@ -15,15 +15,12 @@ from functools import lru_cache
 
 import torch
 
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
-from ..transport.exchange.layout import CLOSED, MISMATCH, OK
-from ..transport.exchange.streams import Head, Plan, Streams, streams
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept, kernels
 from .engine import aside
 from .meeting import Ranks, has_left
-from .order import Orders
-from .queue import Work, nothing
+from .queue import Orders, Work, nothing
 from .signature import Mismatch, Signature, code_of
-from .tensors import writing
+from .staging import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
 _PLANS = 256
@@ -79,16 +76,16 @@ class Message(Work):
 class _Way:
     """One direction of one lane: the streams of a group of two."""
 
-    def __init__(self, moves: Streams, peer: int, *, out: bool) -> None:
+    def __init__(self, moves: exchange.Streams, peer: int, *, out: bool) -> None:
         self.streams, self.peer, self.out = moves, peer, out
         self.lock = threading.Lock()
         """Held by the thread that moves it on, for as long as something moves, and by nobody for long."""
         self.count = 0
         self.current: Message | None = None
-        self.arriving = Head(0, 0, 0)
+        self.arriving = exchange.Head(0, 0, 0)
         self.queue: deque[Message] = deque()
-        self._plans: dict[tuple[int, int, int], Plan] = {}
-        self._plan: Plan | None = None
+        self._plans: dict[tuple[int, int, int], exchange.Plan] = {}
+        self._plan: exchange.Plan | None = None
         """Of the message under way, if it ``changes`` the lane."""
 
     def begin(self, sequence: int, code: int, tag: int, message: Message) -> None:
@@ -126,11 +123,11 @@ class Pairs:
         if members.domain is not None:
             device, bell = members.domain.device, members.domain.bell
             for peer, lane in members.lanes[1].items():
-                self._outs[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer, out=True)
-                self._ins[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer, out=False)
+                self._outs[peer] = _Way(exchange.streams(device, members.rank, {peer: lane}, bell), peer, out=True)
+                self._ins[peer] = _Way(exchange.streams(device, members.rank, {peer: lane}, bell), peer, out=False)
         self._wanted: list[Message] = []
         """Messages to come, in the order in which they were asked for."""
-        self._apart: deque[tuple[int, int, Head, torch.Tensor]] = deque()
+        self._apart: deque[tuple[int, int, exchange.Head, torch.Tensor]] = deque()
         """Messages that came before they were asked for: rank, tag, head, bytes."""
         self._orders = Orders(lambda key: f"{key[0]} {_called(self.ranks, key[1])} (tag {key[2]})")
         """Of messages that can take each other's places: of one kind, peer and tag."""
@@ -251,14 +248,14 @@ class Pairs:
                 if message is None:
                     return moved
                 status = way.streams.advance(slice_ns)
-                if status == OK:
+                if status == exchange.OK:
                     way.end(self.timeout, lambda: self._look(way))
                     self._done(way, message)
                     moved = True
                     continue
-                if status == MISMATCH:
+                if status == exchange.MISMATCH:
                     raise RdmaError("a message came in pieces that are not its own")
-                self._look(way, status == CLOSED)
+                self._look(way, status == exchange.CLOSED)
                 return moved
             except BaseException as error:
                 self.fail(self.members.cause(error))
@@ -306,7 +303,7 @@ class Pairs:
         way.begin(head.sequence, head.code, head.elements, message)
         return True
 
-    def _misfit(self, message: Message, peer: int, head: Head, nbytes: int) -> Mismatch | None:
+    def _misfit(self, message: Message, peer: int, head: exchange.Head, nbytes: int) -> Mismatch | None:
         here = message.nbytes
         if nbytes == here and head.code == message.code:
             return None
@@ -338,7 +335,7 @@ class Pairs:
             return
         self._finish(message)
 
-    def _hand_over(self, message: Message, peer: int, tag: int, head: Head, data: torch.Tensor) -> None:
+    def _hand_over(self, message: Message, peer: int, tag: int, head: exchange.Head, data: torch.Tensor) -> None:
         problem = self._misfit(message, peer, head, data.numel())
         if problem is not None:
             self.fail(problem)

@@ -75,12 +75,12 @@ def create(options: Any, backend_options: Any = None) -> Any:
 
 
 def _made(store: Any, rank: int, ranks: Any, timeout: timedelta, options: Any, job: Any) -> Any:
-    from ..transport.gpu.driver import count
+    from ..transport import cuda_driver
     from . import by_name
     from .backend import ProcessGroup
 
     by_name.replace()
     group = ProcessGroup(store, rank, ranks, timeout, options, job)
-    if not count():  # ShardedTensor takes the first device that is no CPU, whether there is one or not
+    if not cuda_driver.count():  # ShardedTensor takes the first device that is no CPU, whether there is one or not
         sys.modules[_GROUPS].Backend.backend_capability[NAME] = ["cpu"]
     return group

@@ -1,5 +1,6 @@
-"""What a call of a group reads and writes, as flat contiguous memory of the host (``Ends``). Tensors on GPUs go through host
-memory, in the order of streams (``Staging``).
+"""Tensors as the collectives take them: what is refused, what lies flat in memory already; and what a call of a group reads and
+writes, as flat contiguous memory of the host (``Ends``). Tensors on GPUs go through host memory, in the order of streams
+(``Staging``).
 
 A call copies what it reads to pinned memory of the arena, exchanges that, and copies what came to the GPU. The copies run on
 two streams of ours for each device, one for each way. Both wait for what the caller's current stream had been given when it
@@ -9,17 +10,120 @@ runs the call waits for its copies, so a call that has ended is there for every 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
-from ..transport import Device, NotSupported, RdmaError, TransferTimeout
-from ..transport.gpu.driver import as_torch, capturing, current_stream, driver, kind, on_streams
-from ..transport.gpu.events import NOT_READY, Event
-from ..transport.gpu.pins import Pins
-from .tensors import Flat, check_places, literal, values
+from ..message.layout import span
+from ..transport import NOT_READY, Device, Event, NotSupported, Pins, RdmaError, TransferTimeout, cuda_driver
+
+Flat = torch.Tensor
+
+
+def check(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise unless these are dense tensors of one type, on the CPU or on GPUs that this process's driver serves."""
+    for tensor in tensors:
+        if not tensor.is_cpu and tensor.device.type != cuda_driver.kind():
+            hint = "the backend rdmarpc takes tensors on the CPU and on CUDA devices"
+            raise NotSupported(f"{what} of a tensor on {tensor.device}", hint=hint)
+        if tensor.layout is not torch.strided:
+            raise NotSupported(f"{what} of a tensor with layout {tensor.layout}")
+        if tensor.is_nested or tensor.is_quantized:
+            kind_of = "nested" if tensor.is_nested else "quantized"
+            raise NotSupported(f"{what} of a {kind_of} tensor", hint="give its parts: memory does not say all of it")
+        if not _has_memory(tensor, span(tensor.shape, tensor.stride())):
+            what = f"{what} of a {type(tensor).__name__} without memory of its own"
+            raise NotSupported(what, hint="give the tensor that holds the values")
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{what} of tensors of several types: {tensors[0].dtype} and {tensor.dtype}")
+
+
+def plain(tensor: torch.Tensor, other: torch.Tensor | None = None) -> bool:
+    """Whether these are dense, on the CPU, of one type, and what their memory says: what most calls are made with."""
+    dense = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    one = dense and literal(tensor) and _has_memory(tensor, tensor.numel())
+    return one and (other is None or (other.dtype == tensor.dtype and plain(other)))
+
+
+def _has_memory(tensor: torch.Tensor, extent: int) -> bool:
+    """Whether there is memory where a tensor's values are. Subclasses that wrap other tensors have none, nor do fake tensors,
+    those of ``torch.func``, and those whose storage was given back, or shrunk. A view of a storage that was given back has an
+    address."""
+    try:
+        if not extent:
+            return True
+        held = tensor.untyped_storage().nbytes()
+        return tensor.data_ptr() != 0 and held >= (tensor.storage_offset() + extent) * tensor.itemsize
+    except RuntimeError:
+        return False
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, of the result of a functional collective (``DTensor.to_local`` gives such), the tensor that it
+    stands for, once it is there."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
+def literal(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor holds its values, one after the other. A view may be the conjugate or the negative of what
+    lies there."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def writing(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """What the writing of results runs in: no graph, and the mode of inference if one of them was made in it. The thread that
+    writes is not always the caller's."""
+    return torch.inference_mode() if any(each.is_inference() for each in tensors) else torch.no_grad()
+
+
+def values(tensor: torch.Tensor) -> Flat:
+    """The values of a tensor, in its memory if they lie there."""
+    found = tensor.detach()
+    return found.view(-1) if literal(found) else found.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def check_places(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise unless each element of these has a place of its own."""
+    for tensor in tensors:
+        if tensor.numel() > 1 and any(step == 0 and count > 1 for step, count in zip(tensor.stride(), tensor.shape)):
+            raise ValueError(f"{what} into a tensor several of whose elements are one place in memory: clone it before")
+
+
+def check_apart(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise if two of these whose values lie flat in memory have some of it in common: which of them it holds in the end would
+    depend on timing."""
+    spans = sorted((each.data_ptr(), each.nbytes) for each in tensors if each.numel() and literal(each))
+    if any(after < start + nbytes for (start, nbytes), (after, _) in pairwise(spans)):
+        raise ValueError(f"{what} into tensors that share memory with each other: clone them before")
+
+
+def check_own(place: Flat, part: Flat, what: str) -> None:
+    """Raise unless what stays at this rank fits its place. What peers send is compared when it comes."""
+    if place.numel() != part.numel():
+        raise ValueError(f"{what} of {part.numel()} elements into a tensor of {place.numel()}")
+
+
+def split(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> list[Flat]:
+    """A flat contiguous tensor cut along dimension 0 of its original, whose rows are ``sizes`` (empty: ``count`` equal
+    parts)."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if sizes:
+        if len(sizes) != count or sum(sizes) != rows:
+            raise ValueError(
+                f"{what}: the split sizes {list(sizes)} do not add up to the {rows} rows, one for each of {count} ranks"
+            )
+        each = tensor.numel() // rows if rows else 0
+        return list(tensor.detach().view(-1).split([size * each for size in sizes]))
+    if tensor.numel() % count or (tensor.dim() and rows % count and tensor.numel()):
+        raise ValueError(f"{what}: {tuple(tensor.shape)} is not divisible by {count} ranks")
+    part = tensor.numel() // count
+    return list(tensor.detach().view(-1).split(part)) if part else [tensor.detach().view(-1)] * count
+
 
 _SLEEP_S = 2e-5, 1e-3
 
@@ -29,14 +133,14 @@ class _Lane:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        with driver().on(index):
-            self.handle = driver().new_stream()
-        self._stream = as_torch(index, self.handle)
+        with cuda_driver.driver().on(index):
+            self.handle = cuda_driver.driver().new_stream()
+        self._stream = cuda_driver.as_torch(index, self.handle)
 
     def copy(self, begin: Event, copy: Callable[[], None]) -> Event:
         """Enqueue a copy behind ``begin``. The event of its end."""
         begin.follow(self.handle)
-        with driver().on(self._index), on_streams((self._stream,)):
+        with cuda_driver.driver().on(self._index), cuda_driver.on_streams((self._stream,)):
             copy()
         return Event(self._index, self.handle)
 
@@ -87,10 +191,10 @@ class Staging:
 
     def _begin(self, tensor: torch.Tensor) -> Event:
         """What the caller's current stream has been given until now."""
-        if capturing():
+        if cuda_driver.capturing():
             raise NotSupported("a thread that captures a CUDA graph calls a collective", hint="call it outside of the graph")
         index = tensor.device.index
-        return Event(index, current_stream(index))
+        return Event(index, cuda_driver.current_stream(index))
 
     def _lane(self, tensor: torch.Tensor, *, out: bool) -> _Lane:
         key = tensor.device.index, out
@@ -107,7 +211,7 @@ class Staging:
 
 def staged(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies on a GPU that this process's driver serves."""
-    return not tensor.is_cpu and tensor.device.type == kind()
+    return not tensor.is_cpu and tensor.device.type == cuda_driver.kind()
 
 
 def come(events: list[Event], limit: float) -> None:

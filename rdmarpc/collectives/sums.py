@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..transport import NotSupported
-from ..transport.exchange.streams import fold_local
-from ..transport.words.atomics import fold_code
+from ..transport import NotSupported, exchange
 
 _NAMES = {
     dist.ReduceOp.SUM: "sum",
@@ -57,11 +55,11 @@ class Sum:
             raise ValueError(f"a premultiplied sum is for floating-point numbers, got {dtype}")
         plain = "sum" if self.average or factor is not None else name
         if dtype is torch.bool:
-            self.code = fold_code("uint8", _OF_BOOLS.get(plain, plain))
+            self.code = exchange.fold_code("uint8", _OF_BOOLS.get(plain, plain))
         elif dtype.is_complex and plain == "sum":
-            self.code = fold_code(str(dtype.to_real()).removeprefix("torch."), plain)
+            self.code = exchange.fold_code(str(dtype.to_real()).removeprefix("torch."), plain)
         else:
-            self.code = fold_code(str(dtype).removeprefix("torch."), plain)
+            self.code = exchange.fold_code(str(dtype).removeprefix("torch."), plain)
         self.function = _BY_TORCH.get(plain)
         if self.code < 0 and not self._has_torch():
             raise NotSupported(f"{name} of {dtype}")
@@ -81,7 +79,7 @@ class Sum:
     def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""
         if self.code >= 0:
-            fold_local(
+            exchange.fold_local(
                 self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.numel() * result.element_size()
             )
             return

@@ -18,7 +18,7 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -29,8 +29,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from ..base.streams import use_here
-from ..transport import NotSupported
-from ..transport.memory.sole import KEPT, references
+from ..transport import NotSupported, sole
 from .implicit import of_others
 from .record import Sent, edge, engaged
 
@@ -97,7 +96,7 @@ def adds_up(target: torch.Tensor | GradientEdge) -> bool:
     if target.layout is not torch.strided:
         return not watched(edge(target).node)
     accumulator = _held_elsewhere(target)
-    return not replicas.of(target) if accumulator is None else not watched(accumulator)
+    return not (replicas.known and replicas.of(target)) if accumulator is None else not watched(accumulator)
 
 
 def _held_elsewhere(leaf: torch.Tensor) -> Node | None:
@@ -149,16 +148,13 @@ class Replica:
     """One DDP module. ``lock``: of who has its parameters' ``.grad`` lent."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        self._module = weakref.ref(module)
-        self.lock = threading.Lock()
-
-    def module(self) -> Any:
+        self.module: Callable[[], Any] = weakref.ref(module)
         """``None`` once it is gone."""
-        return self._module()
+        self.lock = threading.Lock()
 
     def parameters(self) -> list[torch.Tensor]:
         """Those that its reducer has."""
-        module = self._module()
+        module = self.module()
         return [] if module is None else [each for each in module._module_parameters if each.requires_grad]
 
     def check(self) -> None:
@@ -195,23 +191,23 @@ class Replicas:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: dict[int, list[Replica]] = {}
+        self.known: dict[int, list[Replica]] = {}
 
     def add(self, module: DistributedDataParallel) -> None:
         """A module that has just got its reducer."""
         made = Replica(module)
         with self._lock:
-            known = {id(each): each for found in self._of.values() for each in found}
+            known = {id(each): each for found in self.known.values() for each in found}
             of: dict[int, list[Replica]] = {}
             for replica in [*known.values(), made]:
                 if replica is made or replica.module() not in (None, module):
                     for parameter in replica.parameters():
                         of.setdefault(id(parameter), []).append(replica)
-            self._of = of
+            self.known = of
 
     def of(self, leaf: torch.Tensor) -> list[Replica]:
         """Those that ``leaf`` is a parameter of."""
-        known = self._of.get(id(leaf))
+        known = self.known.get(id(leaf))
         return [each for each in known if each.module() is not None] if known else []
 
 
@@ -296,7 +292,7 @@ def _lend(context: Any, leaf: torch.Tensor, views: bool) -> _Leaf:
         own = own.clone()
     with context.joint:
         gradient = context.gradients.get(leaf)
-        if gradient is not None and not views and references(gradient) > KEPT:
+        if gradient is not None and not views and sole.references(gradient) > sole.KEPT:
             gradient = gradient.clone()  # somebody looks at it: it will be written to
     use_here((gradient,))
     leaf.grad = gradient

@@ -22,15 +22,14 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 
+from ..base import streams
 from ..base.streams import joint, use_here
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
-from ..transport.memory.sole import KEPT, references
-from ..transport.peers.ended import nobody
+from ..transport import nobody, sole
 from .local import Pass
 from .record import ANCHOR, Sent, Source, flagged, received, sent
 
@@ -104,12 +103,13 @@ class Context:
         accumulator, if nothing else refers to it; it is copied otherwise."""
         with self.joint:
             before = self.gradients.get(leaf)
-            use_here((before, gradient))
+            if streams.current is not None:
+                use_here((before, gradient))
             if before is None:
                 self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
             elif before.is_sparse and not gradient.is_sparse:
                 self.gradients[leaf] = gradient + before
-            elif not gradient.is_sparse and references(before) <= KEPT:
+            elif not gradient.is_sparse and sole.references(before) <= sole.KEPT:
                 before.add_(gradient)
             else:
                 self.gradients[leaf] = before + gradient
@@ -119,22 +119,29 @@ class Context:
         is not over."""
         run = Pass(self, retain_graph)
         with self.lock:
-            self.check()
+            if self.ended:
+                self.check()
             serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
             self.passes[me, serial] = run
-            oldest = min(other for worker, other in self.passes if worker == me)
+            oldest = serial
+            for worker, count in self.passes:  # ours are in the order of their counts
+                if worker == me:
+                    oldest = count
+                    break
         return run, serial, oldest
 
     def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:
         """Our part of a pass that ``worker`` began, made by the first message of it. What that worker began before ``oldest``
         is over. ``RuntimeError`` where the pass, or the context, is over, and where too many are under way."""
         with self.lock:
-            self.check()
+            if self.ended:
+                self.check()
             if len(self.oldest) >= MAX_PASSES and worker not in self.oldest:
                 raise RuntimeError(f"{MAX_PASSES} workers have begun backward passes in autograd context {self.number}")
             oldest = self.oldest[worker] = max(oldest, self.oldest.get(worker, 0))
-            for other in [other for other in self.passes if other[0] == worker and other[1] < oldest]:
-                self.passes.pop(other).end()
+            for other in tuple(self.passes):
+                if other[0] == worker and other[1] < oldest:
+                    self.passes.pop(other).end()
             found = self.passes.get((worker, serial))
             if found is None:
                 if worker == me or serial < oldest:
@@ -202,11 +209,7 @@ def plainly(run: Callable[[], T], context: Context | None = None) -> T:
     try:
         moded = function_modes() or dispatch_modes() or torch.is_inference_mode_enabled()
         if moded or _native._is_any_autocast_enabled():
-            with ExitStack() as left:
-                left.enter_context(torch.inference_mode(False))
-                left.enter_context(_native._DisableAutocast())
-                left.enter_context(unseen())
-                left.enter_context(torch.enable_grad())
+            with torch.inference_mode(False), _native._DisableAutocast(), unseen(), torch.enable_grad():
                 return run()
         if not recorded:
             with torch.enable_grad():

@@ -19,20 +19,24 @@ the pass alone, and is summed in order of arrival.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
+from ..base import streams
 from ..base.streams import joint, use_here
 from ..transport import NotSupported
 from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, lending, refuse_late_hooks, replicas, watched
 from .graph import BEHIND, NOTHING_MORE, REENTRANT, Halted, halting, label, quieten, reach
-from .record import ANCHOR, RECEIVED, Source, engaged
+from .record import ANCHOR, RECEIVED, Sent, Source, engaged
 from .record import edge as edge_of
 
 _engine = Variable._execution_engine
@@ -85,7 +89,7 @@ class Pass:
         """Leaves (by id) whose gradients are being held, while the engine runs."""
         self.lent: set[int] = _NONE
         """Leaves (by id) whose ``.grad`` is lent to the context, while the engine runs."""
-        self._static: list[Replica] = []
+        self.static: list[Replica] = []
         """DDP modules whose reducers wait for the whole pass: the first of a static graph."""
         self._collecting: dict[int, Node] = {}
         self._owners: list[list[GradientEdge]] = []
@@ -106,12 +110,13 @@ class Pass:
 
     # -- gradients in
 
-    def begin(self, edges: list[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
-        """Put in the gradients of the roots."""
+    def begin(self, roots: Iterable[torch.Tensor]) -> None:
+        """Put in the gradients of the roots: 1."""
         with self._joint:
-            self._owners.append(edges)
-            for edge, gradient in zip(edges, gradients):
-                self._hold(edge.node, edge.output_nr, gradient)
+            for root in roots:
+                edge = edge_of(root)
+                self._owners.append([edge])
+                self._hold(edge.node, edge.output_nr, torch.ones_like(root))
 
     def arrive(self, worker: int, message: int, gradients: Gradients) -> None:
         """Put in the gradients of the tensors of a message that left here; ``None`` for tensors that the roots do not depend
@@ -151,13 +156,9 @@ class Pass:
 
     def _hold(self, node: Node, output: int, gradient: torch.Tensor) -> None:
         before = self.held.get((node, output))
-        use_here((before, gradient))
+        if streams.current is not None:
+            use_here((before, gradient))
         self.held[node, output] = gradient if before is None else before + gradient
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something of it may still run here."""
-        return bool(self.held or self._static)
 
     def starts(self) -> list[Node]:
         """The nodes for which gradients are held."""
@@ -169,7 +170,7 @@ class Pass:
         with self._lock:
             self._over = True
             self.held.clear()
-            self._static.clear()
+            self.static.clear()
             self._labels.clear()
             self._leaves.clear()
             self._owners.clear()
@@ -184,7 +185,11 @@ class Pass:
             with self._joint:
                 if self._running or self._over:
                     return
-                work = self._next()
+                if not self.held:
+                    self._owners.clear()
+                    if not self.static:
+                        return
+                work = self._next() if self.held else self._next_static()
                 if work is None:
                     return
                 self._running = True
@@ -209,14 +214,11 @@ class Pass:
     def _next(self) -> Callable[[], None] | None:
         """Take out of ``held`` the gradients whose nodes can run, and return the call that runs them; ``None`` if there are
         none. Call it with the lock held."""
-        if not self.held:
-            self._owners.clear()
-            return self._next_static() if self._static else None
         waits = self._waiting()
         ready = {edge for edge in self.held if not waits(edge[0])} if waits else set(self.held)
         if not ready:
             return None
-        reached = reach({node for node, _ in ready})
+        reached = reach(map(itemgetter(0), ready))
         held_up = [node for node in reached if waits(node)] if waits else []
         behind: list[Node] = []
         for node in reached:
@@ -231,14 +233,13 @@ class Pass:
                     "a reentrant checkpoint runs a backward pass of its own, into .grad",
                     hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False) works",
                 )
-        inner = [node for node in held_up if type(node) is not ACCUMULATE or node in behind]
-        if inner:
+        if held_up and any(type(node) is not ACCUMULATE or node in behind for node in held_up):
             blocked = set(held_up)
             part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked)
             part = {node for node in part if node not in blocked and not _ends(node)}
             if part:
                 taken = [(edge, self.held.pop(edge)) for edge in ready if edge[0] in part]
-                return lambda: self._run_part(taken, part)
+                return partial(self._run_part, taken, part)
             ready = {edge for edge in ready if _ends(edge[0])}
             behind = [node for node in behind if any(node is edge[0] for edge in ready)]
             held_up = []
@@ -247,8 +248,8 @@ class Pass:
             quieten(leaf)
             self.collected.add(id(leaf))
             self._collecting[id(leaf)] = node
-        taken = [(edge, self.held.pop(edge)) for edge in ready]
-        return lambda: self._run_all(taken, behind)
+        taken = list(zip(ready, map(self.held.pop, ready)))
+        return partial(self._run_all, taken, behind)
 
     def _note_static(self, sink: Node) -> None:
         """In the first pass of a static graph, DDP would reduce at the end of the call of the engine that comes to its sink. It
@@ -257,17 +258,17 @@ class Pass:
         if module is None or not module.static_graph or module._static_graph_delay_allreduce_enqueued:
             return
         module._static_graph_delay_allreduce_enqueued = True
-        self._static += [each for each in replicas.of(next(iter(module._module_parameters))) if each.module() is module]
+        self.static += [each for each in replicas.of(next(iter(module._module_parameters))) if each.module() is module]
 
     def _next_static(self) -> Callable[[], None] | None:
         """With the lock held: the reduction of a DDP module that nothing more can come to."""
         waits = self._waiting()
         labelled = [*self._labels, *[edge_of(leaf).node for leaf in self._leaves]] if waits else []
         held_up = {id(node.variable) for node in labelled if type(node) is ACCUMULATE and waits and waits(node)}
-        for each in self._static:
+        for each in self.static:
             if held_up.isdisjoint(map(id, each.parameters())):
-                self._static.remove(each)
-                return functools.partial(self._reduce, each)
+                self.static.remove(each)
+                return partial(self._reduce, each)
         return None
 
     def _reduce(self, replica: Replica) -> None:
@@ -277,16 +278,18 @@ class Pass:
     def _waiting(self) -> Callable[[Node], bool] | None:
         """Whether a node waits for a message; ``None`` if none can."""
         sent = self.context.sent.copy()  # others change it
-        unanswered = [message for message in sent if message not in self._arrived]
+        unanswered = sent.keys() - self._arrived
         if self._expected is not None:
-            unanswered = [message for message in unanswered if message in self._expected]
+            unanswered &= self._expected
         if not unanswered:
             return None
-        if not self._labelled.keys() >= set(unanswered):
+        if not self._labelled.keys() >= unanswered:
             # New ones: they were sent since, by a forward pass that goes on.
-            self._label([sent[message].targets for message in unanswered])
-            self._labelled = {message: bit for bit, message in enumerate(unanswered)}
-        mask = sum(1 << self._labelled[message] for message in unanswered)
+            self._labelled = dict(zip(unanswered, itertools.count()))
+            self._label(sent)
+        mask = 0
+        for message in unanswered:
+            mask |= 1 << self._labelled[message]
         labels, leaves = self._labels, self._leaves
 
         def waits(node: Node) -> bool:
@@ -298,21 +301,26 @@ class Pass:
 
         return waits
 
-    def _label(self, left: list[list[torch.Tensor | GradientEdge]]) -> None:
-        """Look up what gets gradients of the targets of each message. Looking up the accumulator of a leaf is dear, and most
-        passes never come to one of these."""
-        self._labels = label([[target.node for target in targets if isinstance(target, GradientEdge)] for targets in left])
+    def _label(self, sent: dict[int, Sent]) -> None:
+        """Look up what gets gradients of the targets of each message of ``_labelled``. Looking up the accumulator of a leaf is
+        dear, and most passes never come to one of these."""
+        nodes: list[list[Node]] = []
         self._leaves = {}
-        for bit, targets in enumerate(left):
-            for target in targets:
-                if isinstance(target, torch.Tensor):
+        for message, bit in self._labelled.items():
+            nodes.append([])
+            for target in sent[message].targets:
+                if isinstance(target, GradientEdge):
+                    nodes[-1].append(target.node)
+                else:
                     self._leaves[target] = self._leaves.get(target, 0) | 1 << bit
+        self._labels = label(nodes) if any(nodes) else {}
 
     def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], behind: list[Node]) -> None:
         """``behind``: accumulators that are watched."""
-        edges = tuple([GradientEdge(*edge) for edge, _ in taken])
-        gradients = tuple([gradient for _, gradient in taken])
-        use_here(gradients)
+        edges, gradients = zip(*taken)
+        edges = tuple(itertools.starmap(GradientEdge, edges))
+        if streams.current is not None:
+            use_here(gradients)
         taken.clear()
         with lending(self.context, behind) if behind else nullcontext(_NONE) as self.lent:
             _engine.run_backward(edges, gradients, self.retain_graph, False, (), True, True)

@@ -61,7 +61,11 @@ class Received(torch.autograd.Function):
             raise RuntimeError(
                 "a tensor that came from another worker takes part: use rdmarpc.autograd.backward(context_id, roots)"
             )
-        engaged.run.emit(ctx.source, tuple([_flat(gradient) for gradient in gradients]))
+        for gradient in gradients:
+            if gradient is not None and gradient.layout is torch.jagged:
+                gradients = tuple(map(_flat, gradients))
+                break
+        engaged.run.emit(ctx.source, gradients)
         return None, None, None
 
 
@@ -90,11 +94,12 @@ def flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     """The record of a message's tensors that require grad; ``None`` if there are none, or under ``no_grad``."""
-    targets: list[torch.Tensor | GradientEdge] = []
-    for tensor in flagged(tensors) if torch.is_grad_enabled() else ():
-        flat = _flat(tensor) if tensor.layout is torch.jagged else tensor
-        targets.append(flat if flat.grad_fn is None else edge(flat))
-    return Sent(to, targets) if targets else None
+    targets: dict[int, torch.Tensor | GradientEdge] = {}
+    for tensor in tensors if torch.is_grad_enabled() else ():
+        if tensor.requires_grad and id(tensor) not in targets:
+            flat = _flat(tensor) if tensor.layout is torch.jagged else tensor
+            targets[id(tensor)] = flat if flat.grad_fn is None else edge(flat)
+    return Sent(to, list(targets.values())) if targets else None
 
 
 def _flat(tensor: Any) -> Any:
@@ -116,31 +121,24 @@ def edge(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, output, over)
 
 
-def unbound(value: Any, made: dict[int, Any]) -> Any:
-    """``value`` with plain tensors of the local graph in place of its parameters (itself, or in lists, tuples and dicts): a
-    parameter that arrived would be a leaf of its own, where gradients end. Modules keep their parameters. ``made``: what was
-    made of the parts of this message so far, by their ids, so that what occurs twice in it arrives as one object."""
-    return _unbound(value, made) if _holds_parameter(value) else value
-
-
-def _holds_parameter(value: Any) -> bool:
-    """Whether a parameter that gets gradients is in there. A list may hold itself."""
-    if not torch.is_grad_enabled():
-        return False
+def unbound(value: Any) -> Any:
+    """All that a message carries, with plain tensors of the local graph in place of its parameters (itself, or in lists, tuples
+    and dicts): a parameter that arrived would be a leaf of its own, where gradients end. Modules keep their parameters."""
     seen: set[int] = set()
-    left = [value]
+    left = [value] if torch.is_grad_enabled() else []
     while left:
         item = left.pop()
         kind = type(item)
         if kind is _PARAMETER and item.requires_grad:
-            return True
-        if kind in _CONTAINERS and id(item) not in seen:
+            return _unbound(value, {})
+        if kind in _CONTAINERS and id(item) not in seen:  # a list may hold itself
             seen.add(id(item))
             left.extend(item.values() if kind is dict else item)
-    return False
+    return value
 
 
 def _unbound(value: Any, made: dict[int, Any]) -> Any:
+    """``made``: what was made of its parts so far, by their ids, so that what occurs twice in it arrives as one object."""
     kind = type(value)
     if kind is _PARAMETER and value.requires_grad and id(value) not in made:
         made[id(value)] = value.view_as(value)

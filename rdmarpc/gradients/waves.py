@@ -1,9 +1,9 @@
 """How a backward pass goes from worker to worker.
 
-The gradients of received tensors go to the worker that sent the tensors, in a call (``_deliver``): into landing places granted
-ahead, as arguments do. The call is answered when everything that it set off is done, there and on further workers. Gradients
-for the asker itself ride in the answer. So the worker that began the pass knows when it is over, and no thread waits for a
-gradient: the work that one call of ``_deliver`` sets off is a ``Wave``, which goes on when an answer comes.
+The gradients of received tensors go to the worker that sent the tensors, in a frame of their own kind (``deliver``): into
+landing places granted ahead, as arguments do. It is answered, as a call is, when everything that it set off is done, there and
+on further workers. Gradients for the asker itself ride in the answer. So the worker that began the pass knows when it is over,
+and no thread waits for a gradient: the work that one ``deliver`` sets off is a ``Wave``, which goes on when an answer comes.
 
 Nodes wait (``gradients/local``) for messages that may never get a gradient. If all waves are over and some worker still holds
 gradients, the worker that began the pass asks (``_survey``) which messages can be reached from the held gradients, on all
@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,12 @@ from .behind import inner_edges
 from .context import Context
 from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
-from .record import RECEIVED, edge
+from .record import RECEIVED
 
-_PASS = struct.Struct("<QQQQ?")  # the fields of Name
-_ENTRY = struct.Struct("<QI")  # message, number of gradients
+# What stands where a call has its function: of a GRADIENTS frame (_PASS, then as _GRADIENTS says) and of its answer (_ANSWER,
+# an error, _HOLDER for each, then as _GRADIENTS says: _ENTRY for each message, then _PLACE for each gradient).
+_PASS, _ANSWER, _GRADIENTS, _ENTRY, _PLACE = map(struct.Struct, ("<QQQQ?", "<II", "<I", "<QI", "<I"))
+_UNDEFINED = 0xFFFFFFFF
 _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
@@ -66,44 +69,38 @@ class Reply(NamedTuple):
     """The numbers of the workers that may hold gradients."""
 
 
-def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | int | None]]:
-    """The heads and the gradients of a call. A gradient that occurs again (as for both inputs of an addition) goes as the index
-    of its first occurrence."""
-    heads: list[bytes] = []
-    gradients: list[torch.Tensor | int | None] = []
+def _pack(entries: Sequence[tuple[int, Gradients]]) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    """The messages and the gradients of them, each once (it may be that of both inputs of an addition), and where it stands."""
+    heads, places = [_GRADIENTS.pack(len(entries))], []
+    gradients: list[torch.Tensor] = []
     known: dict[int, int] = {}
     for message, some in entries:
         heads.append(_ENTRY.pack(message, len(some)))
         for gradient in some:
             if gradient is None:
-                gradients.append(None)
+                places.append(_PLACE.pack(_UNDEFINED))
                 continue
-            first = known.setdefault(id(gradient), len(gradients))
-            if first < len(gradients):
-                gradients.append(first)
-            else:
+            place = known.setdefault(id(gradient), len(gradients))
+            places.append(_PLACE.pack(place))
+            if place == len(gradients):
                 # A small gradient is sent dense: for one that is expanded, sending only its memory would save nothing.
                 small = gradient.layout is torch.strided and gradient.numel() <= _SMALL
                 gradients.append(gradient.contiguous() if small else gradient)
-    return b"".join(heads), gradients
+    return b"".join(heads + places), tuple(gradients)
 
 
-def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
-    gradients = tuple([packed[gradient] if type(gradient) is int else gradient for gradient in packed])
+def _unpack(packed: bytes, gradients: Sequence[torch.Tensor]) -> list[tuple[int, Gradients]]:
+    """Raises ``IndexError`` and ``struct.error`` for what ``_pack`` has not made."""
+    (count,) = _GRADIENTS.unpack_from(packed)
+    start = _GRADIENTS.size + count * _ENTRY.size
+    places: list[torch.Tensor | None] = []
+    for (place,) in _PLACE.iter_unpack(packed[start:]):
+        places.append(None if place == _UNDEFINED else gradients[place])
     entries, at = [], 0
-    for message, count in _ENTRY.iter_unpack(heads):
-        entries.append((message, gradients[at : at + count]))
+    for message, count in _ENTRY.iter_unpack(packed[_GRADIENTS.size : start]):
+        entries.append((message, tuple(places[at : at + count])))
         at += count
     return entries
-
-
-def _arrive(agent: Any, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
-    try:
-        for message, gradients in entries:
-            run.arrive(worker, message, gradients)
-    except ForeignGradients:
-        agent.contexts.refused_gradients += 1
-        raise
 
 
 class Wave:
@@ -151,13 +148,14 @@ class Wave:
         with self._lock:
             self._open += 1
         heads, gradients = _pack(entries)
-        self.call(worker, _deliver, (self.header, heads, *gradients))
+        self.call(worker, deliver, (self.header + heads, gradients))
 
-    def heard(self, worker: int, answer: tuple[Any, ...]) -> None:
+    def heard(self, worker: int, answer: tuple[bytes, Any]) -> None:
         """An answer to one of our calls came from ``worker``. Raises what ended the pass."""
-        reply = _load_reply(answer)
+        reply = _load_reply(*answer)
         self.holders |= reply.holders
-        _arrive(self.agent, self.run_, worker, reply.arrivals)
+        for message, gradients in reply.arrivals:
+            self.run_.arrive(worker, message, gradients)
         self.go_on()
 
     def close_one(self) -> bool:
@@ -176,8 +174,9 @@ class Wave:
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
-        self.run_.context.check()
-        if self.run_.waiting:
+        if self.run_.context.ended:
+            self.run_.context.check()
+        if self.run_.held or self.run_.static:  # something of the pass may still run here
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)
 
@@ -243,21 +242,17 @@ class Sprung(Wave):
             future.set_result(result)
 
 
-class _AnyOf:
-    def __init__(self, calls: list[here.Call]) -> None:
-        self._calls = calls
-
-    @property
-    def done(self) -> bool:
-        return any(call.done for call in self._calls)
-
-
 class Driven(Wave):
     """The wave of the thread that calls ``backward``, which makes it go on."""
 
     def __init__(self, agent: Any, name: Name, run: Pass) -> None:
         super().__init__(agent, name, run, None)
         self._calls: list[here.Call] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether one of its calls is."""
+        return any(call.done for call in self._calls)
 
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
         self._calls.append(self.agent.start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
@@ -267,10 +262,11 @@ class Driven(Wave):
         try:
             self.begin(calls)
             while self._calls:
+                call = self._calls[0]
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
-                    self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
-                call = next((call for call in self._calls if call.done), self._calls[0])
+                    self.agent.progress.wait_for(self, min(deadlines, default=None))
+                    call = next((each for each in self._calls if each.done), call)
                 self._calls.remove(call)
                 answer = call.result()
                 assert call.link is not None  # what was never sent has no result
@@ -289,11 +285,13 @@ Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 def _begin(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
     run, serial, oldest = context.begin_pass(agent.number, retain_graph)
-    run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
+    run.begin(roots)
     return Name(context.number, agent.number, serial, oldest, retain_graph), run
 
 
 def _located(agent: Any, error: BaseException) -> Exception:
+    """The error as it crosses. Counts gradients that were not their sender's to bring, where that was found out."""
+    agent.contexts.refused_gradients += type(error) is ForeignGradients
     return grad_error.located(error, agent.me.id, agent.name)
 
 
@@ -396,7 +394,7 @@ def _packed(numbers: Iterable[int]) -> bytes:
 
 
 def _unpacked(packed: bytes) -> set[int]:
-    return {number for (number,) in _HOLDER.iter_unpack(packed)}
+    return set(map(itemgetter(0), _HOLDER.iter_unpack(packed)))
 
 
 def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
@@ -408,30 +406,25 @@ def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # The functions that other workers call here. The first argument is the number of the caller.
 
 
-def _load(header: bytes) -> tuple[Any, Context, Name]:
+def _load(sender: int, header: bytes, *, own: bool = True) -> tuple[Any, Context, Name]:
+    """``own``: raises ``ForeignGradients`` if the sender has not begun the pass."""
     name = Name(*_PASS.unpack(header))
     agent = here.current()
+    if own and name.worker != sender:
+        raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
     return agent, agent.contexts.find(name.context), name
 
 
-def _load_own(sender: int, header: bytes) -> tuple[Any, Context, Name]:
-    """As ``_load``, for a pass that the sender must have begun. Raises ``ForeignGradients`` if it did not."""
-    agent, context, name = _load(header)
-    if name.worker != sender:
-        agent.contexts.refused_gradients += 1
-        raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
-    return agent, context, name
-
-
-def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
-    """Take gradients of messages that this worker sent. Answers when all that they set off is done."""
+def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> Any:
+    """Take gradients of messages that this worker sent. Answers when all that they set off is done. A call of it is no request:
+    both sides of calling know it as what a ``GRADIENTS`` frame stands for."""
     try:
-        agent, context, name = _load(header)
+        agent, context, name = _load(sender, packed[: _PASS.size], own=False)
         if sender not in context.workers:
-            agent.contexts.refused_gradients += 1
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = context.join_pass(agent.number, *name[1:])
-        _arrive(agent, run, sender, _unpack(heads, gradients))
+        for message, some in _unpack(packed[_PASS.size :], gradients):
+            run.arrive(sender, message, some)
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
         return _dump_reply(_located(here.current(), error))
@@ -439,9 +432,9 @@ def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
-    what can run, as ``_deliver`` does."""
+    what can run, as ``deliver`` does."""
     try:
-        agent, context, name = _load_own(sender, header)
+        agent, context, name = _load(sender, header)
         run = context.join_pass(agent.number, *name[1:])
         run.expect(_unpacked(messages))
         return _answered(Sprung(agent, name, run, sender).start([]))
@@ -452,7 +445,11 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
 def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     """The messages to this worker that backward reaches from ``messages``, which it sent, and, if ``held``, from the gradients
     that are held here. Packed as pairs (sender, message)."""
-    agent, context, name = _load_own(sender, header)
+    try:
+        agent, context, name = _load(sender, header)
+    except ForeignGradients:
+        here.current().contexts.refused_gradients += 1
+        raise
     starts = context.join_pass(agent.number, *name[1:]).starts() if held else []
     for message in _unpacked(messages):
         sent = context.sent.get(message)
@@ -462,7 +459,7 @@ def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 
 
-_deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
+deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
 _survey._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
 
 
@@ -472,18 +469,23 @@ def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
     return _dump_reply(result)
 
 
-def _dump_reply(result: Reply | Exception) -> tuple[Any, ...]:
+def _dump_reply(result: Reply | Exception) -> tuple[bytes, tuple[torch.Tensor, ...]]:
     if isinstance(result, Exception):
-        return (grad_error.dump(result),)
+        error = grad_error.dump(result)
+        return _ANSWER.pack(len(error), 0) + error, ()
     heads, gradients = _pack(result.arrivals)
-    return b"", heads, _packed(result.holders), *gradients
+    holders = _packed(result.holders) if result.holders else b""
+    return _ANSWER.pack(0, len(result.holders)) + holders + heads, gradients
 
 
-def _load_reply(answer: tuple[Any, ...]) -> Reply:
-    if answer[0]:
-        raise grad_error.load(answer[0])
-    _, heads, holders, *gradients = answer
-    return Reply(_unpack(heads, tuple(gradients)), _unpacked(holders))
+def _load_reply(packed: bytes, gradients: Any) -> Reply:
+    """``gradients``: a tuple of them, or the only one."""
+    error, holders = _ANSWER.unpack_from(packed)
+    if error:
+        raise grad_error.load(packed[_ANSWER.size :])
+    end = _ANSWER.size + holders * _HOLDER.size
+    gradients = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
+    return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]) if holders else set())
 
 
 # -- the arguments of a backward pass, checked: the roots that users name, and the context

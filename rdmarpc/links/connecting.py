@@ -10,8 +10,7 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, fresh, kept
-from ..transport.peers.guard import broken_by, hint_for
+from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, broken_by, fresh, hint_for, kept
 from .group.group import Group
 from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by
@@ -19,11 +18,11 @@ from .ring import Link
 from .table import Links
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
-_HELLO_MAGIC = b"rpc4"
-_FAREWELL_MAGIC = b"bye4"
+_HELLO_MAGIC = b"rpc5"
+_FAREWELL_MAGIC = b"bye5"
 """The magic of a hello by which a worker says that it is leaving. If an exception ends it, its type and text follow."""
 _SEPARATOR = "\0"
-_CROSSING_MAGIC = b"own4"
+_CROSSING_MAGIC = b"own5"
 """The magic of a hello by which a worker refuses a connection, because its own connection to us counts: it has made one, or is
 making it."""
 _CONNECT_TIMEOUT_S = 10.0

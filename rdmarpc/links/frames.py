@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..transport import RdmaError
 
 # Kinds of frames.
-REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP = range(1, 11)
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP, GRADIENTS = range(1, 12)
 
 # Flags of requests and responses. CONTROL marks a message of our own, not of a user.
 FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 64, 128
@@ -31,7 +31,8 @@ class NotTheirs(RdmaError):
 
 
 class Frame(NamedTuple):
-    """A received frame. ``body`` is the concatenation of function, payload and table, whose lengths the other fields give.
+    """A received frame. ``body`` is the concatenation of function (of a request, pickled by reference; empty if the payload's
+    pickle contains it), payload and table, whose lengths the other fields give.
     ``data`` belongs to whoever takes it out: a tensor may lie in it."""
 
     kind: int
@@ -83,14 +84,9 @@ def without_head(kind: int, flags: int, payload: bytes) -> bytes:
     """The pickle in the payload of an outgoing message."""
     if not flags & HEAD:
         return payload
-    if kind == REQUEST:
-        return payload[_REQUEST_HEAD.size + _REQUEST_HEAD.unpack_from(payload)[3] :]
-    return payload[_RESPONSE_HEAD.size + _RESPONSE_HEAD.unpack_from(payload)[1] :]
-
-
-def function_of(frame: Frame) -> bytes:
-    """The function of a request, pickled by reference; empty if the payload's pickle contains the function."""
-    return frame.body[: frame.function]
+    if kind == RESPONSE:
+        return payload[_RESPONSE_HEAD.size + _RESPONSE_HEAD.unpack_from(payload)[1] :]
+    return payload[_REQUEST_HEAD.size + _REQUEST_HEAD.unpack_from(payload)[3] :]
 
 
 def created(frame: Frame) -> tuple[int, int]:
@@ -121,8 +117,3 @@ def response_body(frame: Frame) -> Body:
         head = Head(grant, body[at : at + nbytes], message)
         at += nbytes
     return head, body[at:end], body[end:], frame.data
-
-
-def error_of(frame: Frame) -> bytes:
-    """The payload of an ``ERROR`` (``calls/errors``)."""
-    return frame.body[frame.function : frame.function + frame.payload]

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, PeerLost, RdmaError
-from ..transport.peers.ended import nobody
-from ..transport.peers.guard import Guard
+from ..transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, Guard, PeerLost, RdmaError, nobody
 from . import exits
 from .group.group import Group
 from .group.members import Record

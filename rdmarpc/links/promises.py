@@ -6,8 +6,7 @@ import itertools
 import threading
 
 from ..message.tensors import Landing
-from ..transport import ArenaFull
-from ..transport.memory.arena import Arena
+from ..transport import Arena, ArenaFull
 from .ring import Link
 
 

@@ -6,13 +6,11 @@ import struct
 import time
 from collections.abc import Callable
 
-from ..transport import Poller, RdmaError
-from ..transport.peers.ended import nobody
-from ..transport.peers.guard import Guard, broken_by
-from .frames import GOODBYE, WRAP, Frame, NotTheirs
+from ..transport import Guard, Poller, RdmaError, broken_by, nobody
+from .frames import GOODBYE, GRADIENTS, Frame, NotTheirs
 from .losses import Losses
 from .polling.progress import Progress
-from .ring import Link
+from .ring import CREDIT_DUE, Link
 from .table import Links
 
 Handler = Callable[[Link, Frame], None]
@@ -40,7 +38,7 @@ class Reading:
         """``takes``: the handlers, by kind of frame."""
         self._links, self._losses, self._rows, self._completed = links, losses, links.rows, progress.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
-        self.handlers: list[Handler] = [nobody] * (WRAP + 1)
+        self.handlers: list[Handler] = [nobody] * (GRADIENTS + 1)
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():
             self.handlers[kind] = handler
 
@@ -72,7 +70,8 @@ class Reading:
             self._completed()
         if link.held.any:
             self._resume(link)
-        link.give_credit()
+        if link.taken - link.told > CREDIT_DUE:
+            link.give_credit()
 
     def _refuse(self, link: Link, kind: int, error: Exception) -> None:
         if isinstance(error, NotTheirs):
@@ -86,4 +85,4 @@ class Reading:
 
     def close(self) -> None:
         """Drop all frames that are read from now on."""
-        self.handlers = [nobody] * (WRAP + 1)
+        self.handlers = [nobody] * (GRADIENTS + 1)

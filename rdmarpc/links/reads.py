@@ -15,13 +15,13 @@ import struct
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..message.tensors import WORD_BYTES, Memory, check_wanted, to_read
-from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, bare, fresh
-from ..transport.channel import Work
+from ..transport import RdmaError, RemoteRegion, TransferTimeout, Work, bare, fresh
 from .frames import BULK, READS, Frame
 from .ring import Link
 
@@ -87,14 +87,8 @@ def _filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
     return frame._replace(tensors=tensors, function=function, payload=payload, table=table, body=inner, data=rest)
 
 
-class _AtOnce:
-    """Memory for messages (``tensors.Memory``), for threads that must not wait for it: ``ArenaFull`` if there is none."""
-
-    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
-        return channel.pool.run(nbytes)
-
-
-_WITHOUT_WAITING = _AtOnce()
+_WITHOUT_WAITING = SimpleNamespace(empty=lambda channel, nbytes, deadline: channel.pool.run(nbytes))
+"""Memory for messages (``tensors.Memory``), for threads that must not wait for it: ``ArenaFull`` if there is none."""
 
 
 class Fetch:

@@ -11,8 +11,8 @@ has consumed a quarter of the ring without sending anything sends a ``CREDIT``.
 A frame that finds the ring full is queued. The thread that reads the peer's next frames then sends the queue on, in order: so
 no thread ever waits for room in a peer's ring, and only ``CREDIT`` overtakes the queue. The memory of the queue is bounded:
 
-* Requests of our own: ``full`` tells a caller to wait (for its own deadline at most, see ``Caller.send``) once they take
-  ``QUEUE_BYTES``. Control messages are not held back; there are as many of them as objects that they are about.
+* Requests of our own: once they take ``QUEUE_BYTES`` a caller waits (for its own deadline at most, see ``Caller.request``).
+  Control messages are not held back; there are as many of them as objects that they are about.
 * Answers: beyond ``QUEUE_BYTES`` of them, or a quarter of the arena's limit lent to the peer with them, the link is
   ``crowded``: requests of this peer, and of no other, are then not begun but ``held``. The queue grows only by the answers of
   functions that run already. A peer that reads nothing sees no credit either, so it can send one ring of requests more; one
@@ -34,16 +34,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window, fresh
-from ..transport.memory.arena import RINGS, Pool
-from ..transport.peers.guard import broken_by
-from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
+from ..transport import RINGS, Channel, Device, PeerLost, Pool, RdmaError, RemoteRegion, Window, broken_by, fresh
+from .frames import CONTROL, CREDIT, ERROR, GRADIENTS, REQUEST, WRAP, Frame
 from .grants import Grants
 
 RING = 0
 RING_BYTES = 1 << 20
 _RESERVE = 8192
 _EXPLAINED_S = 0.5
+CREDIT_DUE = RING_BYTES // 4
 MAX_BODY = RING_BYTES // 8
 QUEUE_BYTES = 4 << 20
 _ENTRY_BYTES = 512
@@ -179,8 +178,9 @@ class Link:
         self._lent_limit = device.arena.limit // 4
         self._written = 0
         self._credit = 0
-        self._read = 0
-        self._told = 0
+        self.taken = 0
+        """The bytes of the peer's frames that we have read, and (``told``) as the peer knows it."""
+        self.told = 0
         self.sent = 0
         self.requests = 0
         """The number of users' requests sent so far, and (``answers``) of the peer's answered. A graceful shutdown compares
@@ -208,7 +208,8 @@ class Link:
         with self._lock:
             self._window = window
             self._write_on()
-        self.give_credit()
+        if self.taken - self.told > CREDIT_DUE:
+            self.give_credit()
 
     @property
     def looked_up(self) -> bool:
@@ -256,7 +257,7 @@ class Link:
                 needed = length if length <= room else room + length
                 if self._written + needed - self._credit > (RING_BYTES if kind == CREDIT else RING_BYTES - _RESERVE):
                     return False
-                told = self._read
+                told = self.taken
                 if length > room:
                     _HEADER.pack_into(self._out, at, room, WRAP, 0, 0, 0, told, 0, 0, 0, 0)
                     if window.put_now(at, _HEADER.size):
@@ -270,7 +271,7 @@ class Link:
                 if window.put_now(at, length):
                     return False
                 self._written += length
-                self._told = told
+                self.told = told
                 self.sent += 1
                 if not flags & CONTROL:
                     if kind == REQUEST:
@@ -329,7 +330,7 @@ class Link:
         self.judge()
 
     def _count(self, kind: int, nbytes: int) -> None:
-        if kind == REQUEST:
+        if kind == REQUEST or kind == GRADIENTS:
             self.waiting += nbytes
         else:
             self.answering += nbytes
@@ -346,11 +347,6 @@ class Link:
             self.lent += nbytes
             self.judge()
 
-    @property
-    def full(self) -> bool:
-        """Whether a user's request has to wait before it is queued."""
-        return self.waiting > QUEUE_BYTES
-
     def drop(self) -> None:
         """The connection has ended: forget what was not sent, and what was not begun."""
         with self._lock:
@@ -364,9 +360,7 @@ class Link:
                 entry.dropped()
 
     def give_credit(self) -> None:
-        """Tell the peer how far we have read, if that is due and for want of anything else to tell it."""
-        if self._read - self._told <= RING_BYTES // 4:
-            return
+        """Tell the peer how far we have read (once that is ``CREDIT_DUE``), for want of anything else to tell it."""
         if self._window is None:
             self._open_soon()
             return
@@ -385,18 +379,18 @@ class Link:
     def read(self) -> Frame | None:
         """The next frame that a notification announced; ``None`` for one that only concerned the ring. Raises ``RdmaError``
         for bytes that are no frame: nothing after them can be trusted."""
-        at = self._read % RING_BYTES
+        at = self.taken % RING_BYTES
         length, kind, flags, tensors, call, credit, function, payload, table, data = _HEADER.unpack_from(self._in, at)
         used = _HEADER_BYTES + function + payload + table + data
-        if not used <= length <= RING_BYTES - at or length % _ALIGN or not REQUEST <= kind <= WRAP:
+        if not used <= length <= RING_BYTES - at or length % _ALIGN or not REQUEST <= kind <= GRADIENTS:
             raise RdmaError(f"what came is no frame (kind {kind}, {used} of {length} bytes)", peer=self.name)
         self._credit = credit
         if kind == WRAP or kind == CREDIT:
-            self._read += length
+            self.taken += length
             return None
         start, end = at + _HEADER_BYTES, at + used - data
         body, content = bytes(self._in[start:end]), bytearray(self._in[end : at + used])
-        self._read += length
+        self.taken += length
         # Not by name: a call of its own, which costs as much as the rest of this line.
         return _new_frame(Frame, (kind, flags, tensors, call, function, payload, table, body, content))
 
@@ -409,4 +403,4 @@ class Room:
 
     @property
     def done(self) -> bool:
-        return not self._link.full or self._link.channel.error is not None
+        return self._link.waiting <= QUEUE_BYTES or self._link.channel.error is not None

@@ -9,8 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from ..transport import Channel, Poller, RdmaError
-from ..transport.peers.ended import nobody
+from ..transport import Channel, Poller, RdmaError, nobody
 from .group.group import Group
 from .group.members import Record
 from .ring import RING, Link

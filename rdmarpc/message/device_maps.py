@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from ..transport.gpu import driver
+from ..transport import cuda_driver as driver
 
 NO_WAY = (
     "this tensor cannot travel: it is on {device}, and {why}. Move it to the CPU, or say where it goes with "

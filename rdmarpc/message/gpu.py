@@ -21,16 +21,26 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..base.streams import Streams
-from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
-from ..transport.gpu import driver
-from ..transport.gpu.ipc import Exports, Imports, imports_of
-from ..transport.gpu.slots import Borrowed, Lent
-from ..transport.peers.guard import Guard
+from ..transport import (
+    Borrowed,
+    Channel,
+    Device,
+    Exports,
+    Guard,
+    Imports,
+    Lent,
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    RemoteRegion,
+    imports_of,
+)
+from ..transport import cuda_driver as driver
 from . import layout
 from .device_maps import Targets
 from .incoming import landed_on_gpu
@@ -43,17 +53,8 @@ _CLOSE_TIMEOUT_S, _POLL_S = 1.0, 0.005
 _left: list[object] = []
 
 
-class Reached(Protocol):
-    """Another worker that we are connected to."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def channel(self) -> Channel: ...
-
-
-Find = Callable[[int], Reached]
+Find = Callable[[int], Any]
+"""The link to a worker, with its ``name`` and ``channel``; connects if need be."""
 Call = Callable[[int, Any, tuple[Any, ...], float], Any]
 
 

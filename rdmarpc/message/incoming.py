@@ -20,6 +20,8 @@ class _Beside(threading.local):
         self.parts: list[torch.Tensor] = []
         """Tensors that require grad and came in parts, in the order in which they are made."""
         self.on_gpu: list[torch.Tensor] = []
+        self.arrays: list[Any] | None = None
+        """Gets the arrays of cupy (``arrays.Arrived``), if somebody asks."""
 
 
 beside = _Beside()

@@ -49,6 +49,7 @@ _VALUES = {
     "rdmarpc.servers.bundle": ("Bundle",),
     "rdmarpc.base.worker_info": ("WorkerInfo",),
     "rdmarpc.message.incoming": ("in_parts", "landed", "landed_on_gpu"),
+    "rdmarpc.message.arrays": ("landed_array",),
     "rdmarpc.message.gpu": ("_from_host",),
     "rdmarpc.message.reducers": (
         "_coo",
@@ -70,7 +71,7 @@ _OWNERS = ("_VariableFunctionsClass", "TensorBase")
 _CALLED = {
     "rdmarpc.gather": ("_bring", "_hand_out"),
     "rdmarpc.message.gpu": ("probe",),
-    "rdmarpc.gradients.waves": ("_deliver", "_settle", "_survey"),
+    "rdmarpc.gradients.waves": ("_settle", "_survey"),
     "rdmarpc.servers.local": ("create", "load_state_dict", "state_dict", "step"),
     "rdmarpc.nn": ("_made", "_make", "_parameters", "_remote_forward", "_remote_forward_on", "_train"),
     "rdmarpc.references.handle": ("_accumulate", "_backward", "_fetch", "_type_of"),
@@ -102,9 +103,9 @@ def find(module: str, name: str) -> Any:
 
 
 def _record(module: str, name: str) -> Any:
-    """A record type (dataclass or named tuple) of ``rdmarpc.graph``, of which the messages of served models consist. Records
+    """A record type (dataclass or named tuple) of ``rdmarpc.servers``, of which the messages of served models consist. Records
     have no behaviour. ``None`` for any other name."""
-    found = getattr(sys.modules.get(module), name, None) if module.startswith("rdmarpc.graph.") else None
+    found = getattr(sys.modules.get(module), name, None) if module.startswith("rdmarpc.servers.") else None
     if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, tuple)):
         return found
     return None

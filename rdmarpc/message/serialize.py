@@ -18,12 +18,12 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from . import device_maps, gpu, permits, reducers, unpicklable
+from . import arrays, device_maps, gpu, permits, reducers, unpicklable
 from .incoming import beside, in_parts, landed
 from .layout import travels
 
@@ -39,16 +39,6 @@ Reduce = Callable[[Any], Any]
 InBand = Callable[[pickle.PickleBuffer], bool]
 
 
-class Enclosed(Protocol):
-    """A reference that a message carries in front of its pickle."""
-
-    @property
-    def entry(self) -> tuple[int, int, int]: ...
-
-    def undo(self) -> None:
-        """Take the reference back, because the message will not be sent."""
-
-
 class Message:
     """The tensors, buffers and references of a message that is being pickled. ``to``: the receiver's number; ``None`` if there
     is no receiver: references, and tensors on GPUs, cannot be pickled then. ``reply``: whether it is an answer."""
@@ -59,7 +49,9 @@ class Message:
         self._reply = reply
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
-        self.enclosed: list[Enclosed] = []
+        self.enclosed: list[Any] = []
+        """The references (``handle._Child``) that it carries in front of its pickle: what stands there of each (``entry``), and
+        ``undo()`` for a message that will not be sent."""
         self.parts: list[torch.Tensor] = []
         """Tensors that require grad and are not among ``tensors``, in the order in which they are pickled."""
 
@@ -90,6 +82,8 @@ class Message:
             raise RuntimeError("Can not pickle torch.futures.Future")
         if isinstance(value, type):
             return reducers.reduce_class(value)
+        if arrays.is_array(kind):
+            return arrays.reduce_array(value)
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
@@ -150,14 +144,10 @@ def _in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
     if view.nbytes < _BUFFER_BYTES:
         return True
     # By address: torch makes no tensor of read-only memory without a warning. It is only read from.
-    memory = (ctypes.c_char * view.nbytes).from_address(_address(view))
+    memory = (ctypes.c_char * view.nbytes).from_address(np.frombuffer(view, np.uint8).ctypes.data)
     memory.owner = view  # type: ignore[attr-defined]
     buffers.append(torch.frombuffer(memory, dtype=torch.uint8))
     return False
-
-
-def _address(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data
 
 
 MARK = 0x52
@@ -219,22 +209,23 @@ def loads(
     tensors: list[torch.Tensor],
     references: list[Any] | None = None,
     parts: list[torch.Tensor] | None = None,
+    arrived: list[arrays.Arrived] | None = None,
 ) -> Any:
-    """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there. User code may run in
-    here (constructors, ``__setstate__``), and may call RPC."""
+    """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there; ``arrived`` gets the
+    arrays of cupy. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
     if references:
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
     on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
-    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu
+    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu, beside.arrays
     beside.tensors, beside.references, beside.parts = tensors, references or [], [] if parts is None else parts
-    beside.on_gpu = on_gpu
+    beside.on_gpu, beside.arrays = on_gpu, arrived
     try:
         if not count:
             return permits.loads(payload)
         return permits.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        beside.tensors, beside.references, beside.parts, beside.on_gpu = outer
+        beside.tensors, beside.references, beside.parts, beside.on_gpu, beside.arrays = outer
 
 
 NO_TAIL = _TAIL.pack(0, 0)
@@ -305,7 +296,11 @@ def dump_flat(values: tuple[Any, ...]) -> bytes:
         return _EMPTY
     if len(values) == 1 and type(values[0]) is torch.Tensor:
         return ONE_TENSOR
-    return pickle.dumps(tuple([_TENSOR if type(value) is torch.Tensor else value for value in values]), 5)
+    marked = list(values)
+    for at, value in enumerate(values):
+        if type(value) is torch.Tensor:
+            marked[at] = _TENSOR
+    return pickle.dumps(tuple(marked), 5)
 
 
 def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -317,8 +312,11 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     values = permits.load_plain(payload)
     if not tensors:
         return values
-    left = tensors[::-1]
-    return tuple([left.pop() if type(value) is str and value == _TENSOR else value for value in values])
+    found, left = list(values), tensors[::-1]
+    for at, value in enumerate(values):
+        if type(value) is str and value == _TENSOR:
+            found[at] = left.pop()
+    return tuple(found)
 
 
 NONE = pickle.dumps((None,), 5)

@@ -8,6 +8,7 @@ and one tensor object that occurs twice arrives as one object.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class _View(NamedTuple):
     members: list[int]
 
 
-def plan(tensors: list[torch.Tensor]) -> dict[int, Place] | None:
+def plan(tensors: Sequence[torch.Tensor]) -> dict[int, Place] | None:
     """The places of the tensors that share memory, by index; ``None`` if none do. ``layout.travels`` is true for all
     tensors."""
     identities = [tensor.untyped_storage()._cdata for tensor in tensors]
@@ -54,7 +55,7 @@ def plan(tensors: list[torch.Tensor]) -> dict[int, Place] | None:
     return places or None
 
 
-def _plan_storage(tensors: list[torch.Tensor], members: list[int], places: dict[int, Place]) -> None:
+def _plan_storage(tensors: Sequence[torch.Tensor], members: list[int], places: dict[int, Place]) -> None:
     first: dict[int, int] = {}
     views: dict[tuple[object, ...], _View] = {}
     for index in members:
@@ -63,6 +64,8 @@ def _plan_storage(tensors: list[torch.Tensor], members: list[int], places: dict[
             places[index] = Place(first[id(tensor)], None, 0, True)
             continue
         first[id(tensor)] = index
+    for index in first.values() if len(first) > 1 else ():
+        tensor = tensors[index]
         if not tensor.numel():
             continue  # no memory to share
         key = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -73,6 +76,8 @@ def _plan_storage(tensors: list[torch.Tensor], members: list[int], places: dict[
         nbytes = layout.span(tensor.shape, tensor.stride()) * tensor.itemsize
         layout.check_held(tensor, nbytes)
         views[key] = _View(low, low + nbytes, layout.outline(tensor).nbytes, [index])
+    if not views:
+        return
     distinct = sorted(views.values(), key=lambda view: view.low)
     if not _together(tensors, distinct, places):
         for cluster in _clusters(distinct):
@@ -95,7 +100,7 @@ def _clusters(views: list[_View]) -> list[list[_View]]:
     return found
 
 
-def _together(tensors: list[torch.Tensor], views: list[_View], places: dict[int, Place]) -> bool:
+def _together(tensors: Sequence[torch.Tensor], views: list[_View], places: dict[int, Place]) -> bool:
     """Place views in one run, unless it would be wasteful (or there is nothing to share)."""
     if sum(len(view.members) for view in views) < 2:
         return True

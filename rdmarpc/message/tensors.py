@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from ..transport import Channel, Device, RdmaError, RemoteRegion
-from ..transport.memory.arena import Block, size_class
+from ..transport import Block, Channel, Device, RdmaError, RemoteRegion, size_class
 from . import layout, sharing
 from .layout import Description
 
 # The function behind ``ctypes.string_at``, without a Python function in between.
-_string_at = ctypes._string_at  # type: ignore[attr-defined]
+string_at = ctypes._string_at  # type: ignore[attr-defined]
 
 INLINE_BYTES = 64 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
 _INLINE_TOTAL = 96 << 10
@@ -74,9 +75,10 @@ def fitting(places: list[RemoteRegion], sizes: tuple[int, ...]) -> list[RemoteRe
     """Landing places for runs of these ``sizes`` (bytes), if each is of the size class that its place was made for."""
     if len(places) != len(sizes):
         return None
-    if tuple([place.nbytes for place in places]) == sizes:
+    made_for = tuple(map(attrgetter("nbytes"), places))
+    if made_for == sizes:
         return places
-    if size_classes(tuple([place.nbytes for place in places])) != size_classes(sizes):
+    if size_classes(made_for) != size_classes(sizes):
         return None
     return [place.resized(size) for place, size in zip(places, sizes)]
 
@@ -124,7 +126,7 @@ class Outgoing(NamedTuple):
 NOTHING = Outgoing(b"", b"", 0, [])
 
 
-def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
+def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> Described:
     """``layout.travels`` is true for all tensors."""
     entries: list[tuple[torch.Tensor | None, int, bytes, bytes]] = []
     sizes = []
@@ -146,7 +148,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
             gathered = not run.is_contiguous()
             run = run.contiguous()
         if nbytes <= _TINY_BYTES or (nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL):
-            entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
+            entries.append((None, INLINE, text, string_at(run.data_ptr(), nbytes)))
             inline += nbytes
             continue
         if gathered:
@@ -184,15 +186,6 @@ def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.
     return value, text, known.nbytes
 
 
-def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
-    """Description and bytes of a small dense tensor that ``layout.travels``; ``None`` for any other. The short way for the
-    commonest message."""
-    known = layout.as_it_lies(tensor)
-    if known is None or known.nbytes > INLINE_BYTES:
-        return None
-    return known.text, _string_at(tensor.data_ptr(), known.nbytes)
-
-
 def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
     """The tensor lies in ``data``."""
     what = layout.decode(text)
@@ -202,10 +195,8 @@ def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
     return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
 
 
-class Memory(Protocol):
-    """The source of memory for messages (``calls/patience``)."""
-
-    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor: ...
+Memory = Any
+"""The source of memory for messages (``calls/patience``): its ``empty(channel, nbytes, deadline)``."""
 
 
 def pack(

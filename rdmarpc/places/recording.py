@@ -21,10 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..calls import agent as _agent
-from ..graph.fragments import cut
-from ..graph.fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, Flow
-from ..graph.fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
-from ..graph.show.describe import Transfers, described
+from ..graph import (
+    ACTIVATION,
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    PARAMETER,
+    STEP,
+    Event,
+    Flow,
+    Move,
+    Operand,
+    Operation,
+    Recorded,
+    Transfers,
+    described,
+    steps,
+)
 from . import autocast, observing
 from .operators import Operator, operator
 from .stream import Meta, Storage, Stream
@@ -340,8 +354,8 @@ class Recording:
         return self._recorder.recorded()
 
     def steps(self) -> list[Recorded]:
-        """See ``graph.fragments.cut.steps``."""
-        return cut.steps(self.recorded)
+        """See ``graph.steps``."""
+        return steps(self.recorded)
 
     def flow(self) -> Flow:
         """The data-flow graph of all of it."""

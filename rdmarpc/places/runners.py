@@ -34,7 +34,7 @@ def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, n
     for ended in [each for each, runner in known.items() if runner.stopped]:
         del known[ended]
     known[key] = runner
-    agent.before_closing(runner.stop)
+    agent.before_closing.append(runner.stop)
     return runner.open(reply, done, notify)
 
 

@@ -573,7 +573,7 @@ def stream_to(worker: str, device: str | torch.device = "cpu") -> Stream | None:
         found = _streams.get(key)
         if found is None or found.closed is not None or found.agent is not agent:
             if not any(stream.agent is agent for stream in _streams.values()):
-                agent.before_leaving(close_streams)
+                agent.before_leaving.append(close_streams)
             found = _streams[key] = Stream(agent, info, where)
         return found
 

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from ..calls.agent import Agent
-from ..transport import Channel, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
+from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .autocast import inside
 from .geometry import Geometry, bare, dressed, geometry, over, room, view
@@ -90,9 +90,9 @@ class Signature:
     """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are.
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
     for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for.
-    ``writes``: whether it writes an operand."""
+    ``writes``: whether it writes an operand. ``in_arena``: whether its result is made where an adapter can send it from."""
 
-    __slots__ = ("expected", "func", "grad", "keywords", "name", "takes", "writes")
+    __slots__ = ("expected", "func", "grad", "in_arena", "keywords", "name", "takes", "writes")
 
     def __init__(self, told: tuple[Any, ...], metas: dict[int, Geometry], device: torch.device) -> None:
         self.name, takes, keywords, self.grad = told
@@ -101,6 +101,43 @@ class Signature:
         self.takes = [_taken(each, device) for each in takes]
         self.keywords = [(key, _taken(each, device)) for key, each in keywords]
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
+        self.in_arena = False
+
+    def make_in(self, device: Device) -> None:
+        """From now on, make the result in the device's arena: an adapter then sends it without a copy. The operator's form with
+        ``out=`` is the same kernel; one that has none makes its results as before."""
+        if self.in_arena:
+            return
+        self.in_arena = True
+        found = None if self.expected is None or len(self.expected) != 1 else form_with_out(_overload(self.name))
+        if found is None or self.expected is None or self.expected[0] is None:
+            return
+        (shape, _, named), (filled, out), func = self.expected[0], found, self.func
+        if not named or shape != Geometry(shape.shape, shape.strides, shape.dtype) or 0 in shape.strides:
+            return
+
+        def into_arena(*args: Any, **keywords: Any) -> torch.Tensor:
+            if torch.is_autocast_enabled("cpu"):  # it does not know forms with ``out=``
+                return func(*args, **keywords)
+            try:
+                memory = device.empty(shape.span, dtype=shape.dtype)
+            except RdmaError:  # no more memory can be registered
+                return func(*args, **keywords)
+            return filled(*args, **keywords, **{out: memory.as_strided(shape.shape, shape.strides)})
+
+        self.func = into_arena
+
+
+def form_with_out(overload: Any) -> tuple[Any, str] | None:
+    """The overload that writes the single result of ``overload`` into memory that is given, and the argument's name. ``None``
+    where torch has none with a kernel of its own: those that it generates copy."""
+    takes, packet = [(a.name, str(a.type)) for a in overload._schema.arguments], overload._overloadpacket
+    for each in (getattr(packet, name) for name in packet.overloads()):
+        arguments = each._schema.arguments
+        out, rest = [a.name for a in arguments if a.is_out], [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if len(out) == 1 and rest == takes and torch.Tag.generated not in each.tags:
+            return each, out[0]
+    return None
 
 
 def _overload(name: str) -> Any:
@@ -149,6 +186,8 @@ class Runner:
         """The batch that is run, the position of its first word in the ring, and of the message in it."""
         self._line: tuple[observing.Line, int] | None = None
         """The timeline that is recorded, and this stream's track in it."""
+        self._makes_in_arena = self.channel.registered_only and device.type == "cpu"
+        """Whether what is sent from here has to lie in the arena, or is staged there."""
         self._ahead = 0
         self._board = Scoreboard(self._arrived)
         """Messages that may run in another order, while ``_ahead``."""
@@ -200,7 +239,9 @@ class Runner:
 
     def reach(self, number: int, target: str, descriptor: bytes, notify: int) -> None:
         """Memory of another worker's."""
-        self.remote[number] = Landing(self._reaching(target), RemoteRegion.load(descriptor), notify)
+        channel = self._reaching(target)
+        self.remote[number] = Landing(channel, RemoteRegion.load(descriptor), notify)
+        self._makes_in_arena |= channel.registered_only and self.device.type == "cpu"
 
     def stop(self) -> None:
         """End the stream. Returns when nothing of it runs any more, or after some seconds."""
@@ -489,6 +530,8 @@ class Runner:
                     raise _changed(signature, each, wanted)
                 if named:
                     self.values[name] = each
+                    if self._makes_in_arena:
+                        each.made_by = signature
             elif isinstance(each, torch.Tensor):
                 raise _changed(signature, each, None)
             name += 1
@@ -684,6 +727,7 @@ class Runner:
         if self.void is None:
             try:
                 tensor = self._tensor(name, view_at, meta)
+                self._make_the_next_in_arena(name)
             except BaseException as error:
                 self._fail(error)
         try:
@@ -695,6 +739,11 @@ class Runner:
             self._fail(error)
             landing.write(offset, shift, None)
 
+    def _make_the_next_in_arena(self, name: int) -> None:
+        """The next result of what has made this tensor, which is sent."""
+        if self._makes_in_arena and (signature := getattr(self.values[name], "made_by", None)) is not None:
+            signature.make_in(self.channel.device)
+
     def _fetch(self, words: list[int], at: int) -> None:
         name, view_at, meta, question, shift, length = words[at : at + 6]
         if self.void is not None:
@@ -705,6 +754,7 @@ class Runner:
             if length == 0:
                 self._answer(question, ("ok", raw(bare(tensor))))
                 return
+            self._make_the_next_in_arena(name)
             descriptor = struct.pack(f"<{-(-length // 8)}q", *words[at + 6 : at + 6 + -(-length // 8)])[:length]
             write_strided(self.channel, RemoteRegion.load(descriptor), shift, bare(tensor), None)
             self._answer(question, ("ok", None))
@@ -779,21 +829,23 @@ class Landing:
     def __init__(self, channel: Channel, remote: RemoteRegion, notify: int | None) -> None:
         self.channel, self.remote, self.notify = channel, remote, notify
         self.mapped = channel.map(remote)
+        if self.mapped is None and notify is not None:
+            self._heads = channel.empty(2 * HEAD_BYTES, dtype=torch.uint8).zero_().split(HEAD_BYTES)
+            self._heads[_VOID][0] = _VOID
 
     def write(self, offset: int, shift: int, tensor: torch.Tensor | None) -> None:
         """Write a tensor (``None``: it is void) behind a header, and announce it."""
-        head = (_VOID if tensor is None else _FINE).to_bytes(HEAD_BYTES, "little")
-        mapped = self.mapped
+        head, mapped = _VOID if tensor is None else _FINE, self.mapped
+        assert self.notify is not None
         if tensor is not None:
             self.put(offset + HEAD_BYTES, shift, bare(tensor.cpu()))
-        if mapped is not None:
-            mapped.begin()
-            mapped.memory[offset : offset + HEAD_BYTES] = head
-            mapped.end(HEAD_BYTES)
-        else:
-            blob = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            self.channel.memcpy(self.remote[offset : offset + HEAD_BYTES], registered(self.channel, blob)).wait()
-        assert self.notify is not None
+        if mapped is None:
+            there = self.remote[offset : offset + HEAD_BYTES]
+            self.channel.memcpy(there, self._heads[head], notify=self.notify).wait()
+            return
+        mapped.begin()
+        mapped.memory[offset : offset + HEAD_BYTES] = head.to_bytes(HEAD_BYTES, "little")
+        mapped.end(HEAD_BYTES)
         self.channel.notify(self.notify)
 
     def put(self, offset: int, shift: int, tensor: torch.Tensor) -> None:
@@ -801,12 +853,6 @@ class Landing:
         is."""
         nbytes = room(geometry(tensor), shift)[0]
         write_strided(self.channel, self.remote[offset : offset + nbytes], shift, tensor, self.mapped, offset)
-
-
-def registered(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
-    if not channel.registered_only:
-        return tensor
-    return channel.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def write_strided(
@@ -835,7 +881,7 @@ def write_strided(
         flat = torch.zeros(shape.span, dtype=shape.dtype)
         flat.as_strided(shape.shape, shape.strides).copy_(tensor)
     flat = flat.view(torch.uint8) if flat.dtype is not torch.uint8 else flat
-    channel.memcpy(remote[shift : shift + flat.numel()], registered(channel, flat)).wait()
+    channel.memcpy(remote[shift : shift + flat.numel()], flat).wait()
 
 
 def flags() -> tuple[Any, ...]:

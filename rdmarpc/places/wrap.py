@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..calls import agent as _agent
-from ..graph.show.describe import Transfers
+from ..graph import Transfers
 from ..transport import NotSupported, RdmaError
 from .batches import checked, forward_backward
 from .checkpoint import load_checkpoint

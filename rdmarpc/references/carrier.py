@@ -9,9 +9,7 @@ from collections.abc import Callable
 from ..links.frames import CONTROL, REFERENCES
 from ..links.ring import Link
 from ..links.table import Links
-from ..transport import PeerLost, RdmaError
-from ..transport.peers.ended import nobody
-from ..transport.peers.guard import Guard, broken_by
+from ..transport import Guard, PeerLost, RdmaError, broken_by, nobody
 from .context import RRefContext
 
 

@@ -65,23 +65,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ..base import streams
-from ..links.frames import NotTheirs
+from ..links.frames import FLAT, NotTheirs, without_head
 from ..message import serialize
-from ..transport.peers.ended import nobody
+from ..transport import nobody
 from .forks import Fork, Forks, Resume
 from .mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
 from .store import Job, RRefStore, created_on
 
 MAX_STRANGERS = 1024
 """Workers of which nothing is known here that one worker may name: such as joined since we looked."""
-
-
-def _at_once(job: Job) -> None:
-    job()
-
-
-def _never(rref: int, worker: int) -> bool:
-    return False
 
 
 class RRefContext:
@@ -163,6 +155,13 @@ class RRefContext:
         """Take back the forks in front of a pickle that was not sent to ``to``, if there are any."""
         self.forks.undo(to, serialize.enclosed(payload))
         self._act()
+
+    def take_back(self, to: int, kind: int, flags: int, payload: bytes) -> None:
+        """The references in a request or an answer that was not sent to worker ``to``, and the GPU memory that it lends."""
+        if not flags & FLAT and payload:
+            payload = without_head(kind, flags, payload)
+            self.undo(to, payload)
+            serialize.undo(to, payload)
 
     def introduce(self, rref: int, fork: int, creator: int) -> None:
         """Enter the value of a creating call that arrived. Raises ``NotTheirs`` if its caller did not draw the numbers."""
@@ -289,7 +288,7 @@ class RRefContext:
         """Let all values go. Nothing can be sent any more."""
         self.store.close(error)
         self.garbage.clear()
-        self._run, self._under_way = _at_once, _never
+        self._run, self._under_way = lambda job: job(), lambda rref, worker: False
 
     # -- looking
 

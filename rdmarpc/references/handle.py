@@ -198,7 +198,7 @@ class RRef(Generic[T]):
             return future
         if creation is None or creation.future is None:
             raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")
-        creation.expose()
+        creation.future.has_callbacks = True  # users' code may depend on its completion from now on
         return creation.future
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:

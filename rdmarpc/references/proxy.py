@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..functions import async_execution
 from ..message import permits
-
-
-class Referring(Protocol):
-    """A reference, at its owner."""
-
-    def local_value(self) -> Any: ...
 
 
 class Proxy:
@@ -48,12 +42,12 @@ def call_of(kind: type, name: str) -> Callable[..., Any]:
 # The functions that other workers call here.
 
 
-def _run(rref: Referring, name: str, args: Any, kwargs: Any) -> Any:
+def _run(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
     return permits.method(rref.local_value(), name)(*args, **kwargs)
 
 
 @async_execution
-def _run_async(rref: Referring, name: str, args: Any, kwargs: Any) -> Any:
+def _run_async(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
     return permits.method(rref.local_value(), name)(*args, **kwargs)
 
 

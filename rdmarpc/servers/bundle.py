@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..transport import Device, NotSupported, RdmaError, RemoteRegion
-from ..transport.memory.arena import SLOTS
+from ..transport import SLOTS, Device, NotSupported, RdmaError, RemoteRegion
 from .layout import HEADER_BYTES, Header, dense
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..places.tensor import RemoteTensor
-from ..transport import NotSupported
-from ..transport.memory.sole import STORAGE_USES, storage_uses
+from ..transport import NotSupported, sole
 from .advice import warn
 from .layout import dense
 from .parameter import ServedParameter
@@ -79,9 +78,9 @@ def _look_outside(net: nn.Module, shown: list[Shown]) -> None:
         id(tensor): tensor for tensor in [*net.parameters(), *views, *(view._base for view in views)] if tensor is not None
     }
     here = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
-    for name, parameter in net.named_parameters() if STORAGE_USES >= 0 else ():
+    for name, parameter in net.named_parameters() if sole.STORAGE_USES >= 0 else ():
         storage = parameter.untyped_storage()
-        if storage_uses(storage) > STORAGE_USES + here[storage._cdata] - 1:
+        if sole.storage_uses(storage) > sole.STORAGE_USES + here[storage._cdata] - 1:
             warn(
                 f"a tensor outside of the model shares the memory of {name!r} (a state_dict(), .data or .detach() of it): it "
                 "keeps the values of now, and others may do so, too"

@@ -14,8 +14,7 @@ from torch import nn
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph.show.describe import Transfers, describe
-from ..graph.show.records import Crossing
+from ..graph import Crossing, Transfers, describe
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .bundle import ALWAYS, TRACED, Edge

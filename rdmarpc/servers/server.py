@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
-from ..transport.peers.guard import broken_by
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .errors import WorkerError
 from .kept import ASKED, Kept

@@ -47,7 +47,7 @@ def _table(agent: Agent) -> _Table:
                 table.given_up.pop(model, None)
 
     agent.on_peer_lost(lost)
-    agent.at_close(partial(_close_all, table))
+    agent.at_close.append(partial(_close_all, table))
     return table
 
 

@@ -18,15 +18,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import transport
-from ..transport import AutoDevice, RdmaError, host_id, open_device
-from ..transport.memory.arena import default_limit
-from ..transport.nic import choice
-from ..transport.nic.ports import choose as choose_port
-from ..transport.nic.sysfs import Found, survey
-from ..transport.peers.address import where_to_listen
-from ..transport.sandboxed import processors
-from ..transport.tls import openssl
-from ..transport.words.compiled import kernels
+from ..transport import (
+    AutoDevice,
+    RdmaError,
+    choice,
+    default_limit,
+    host_id,
+    known_kernels,
+    open_device,
+    openssl,
+    processors,
+    sysfs,
+    where_to_listen,
+)
+from ..transport import ports as rdma_ports
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
 
@@ -53,13 +58,13 @@ class Way:
     hint: str = ""
 
 
-def ports(found: list[Found]) -> list[Finding]:
+def ports(found: list[sysfs.Found]) -> list[Finding]:
     """Each RDMA port, the one to use first."""
     if not found:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
     try:
-        port = choose_port(choice.choose())
+        port = rdma_ports.choose(choice.choose())
     except RdmaError as error:
         return [Finding("rdma", MISSING, error.message, error.hint)]
     port.context.close()
@@ -73,7 +78,7 @@ def host(root: Path = Path("/")) -> list[Finding]:
     arena = default_limit()
     tcp = _listening()
     return [
-        *ports(survey()),
+        *ports(sysfs.survey()),
         host_facts.memlock(root, arena),
         *filter(None, [host_facts.rdma_cgroup(root)]),
         *host_facts.gpu(root),
@@ -188,11 +193,11 @@ def compile_kernels() -> None:
     for module in pkgutil.walk_packages(transport.__path__, f"{transport.__name__}."):
         importlib.import_module(module.name)
     importlib.import_module("rdmarpc.links.polling.steps")
-    for done, kernel in enumerate(kernels, 1):
+    for done, kernel in enumerate(known_kernels, 1):
         kernel.load()
-        filled = _BAR * done // len(kernels)
-        text = f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {done} of {len(kernels)} kernels"
-        print(text, end="\n" if done == len(kernels) else "", file=sys.stderr, flush=True)
+        filled = _BAR * done // len(known_kernels)
+        text = f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {done} of {len(known_kernels)} kernels"
+        print(text, end="\n" if done == len(known_kernels) else "", file=sys.stderr, flush=True)
 
 
 # -- the page

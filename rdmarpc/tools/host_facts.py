@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..calls import environment
-from ..transport import RdmaError
-from ..transport.gpu import driver
-from ..transport.memory.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES
-from ..transport.verbs import gpudirect
+from ..transport import PINNED_SEGMENT_BYTES, SEGMENT_BYTES, RdmaError, gpudirect
+from ..transport import cuda_driver as driver
 
 OK, LIMITS, MISSING = "ok", "limits", "missing"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19

@@ -27,12 +27,11 @@ import torch
 from ..calls.callee import Answering
 from ..calls.pending import Answer, Pending
 from ..calls.profiled import kind_of, name_of
-from ..links.frames import LONE, REQUEST, RESPONSE, Frame
+from ..gradients.waves import deliver
+from ..links.frames import GRADIENTS, LONE, REQUEST, RESPONSE, Frame
 from ..links.ring import Link
 from ..message.tensors import Outgoing, traffic
 
-Noted = tuple[int, dict[str, int]]
-"""The time when a function ended, and the byte counts of its answer, if ``packed`` is not called for it."""
 _LIMIT = 300_000
 
 
@@ -118,21 +117,22 @@ class Calls:
 
     # -- the calling side
 
-    def begin(self) -> int:
-        """A call begins on this thread. The time, for ``sent``."""
+    def sending(
+        self, request: Callable[..., Pending], link: Link, function: Any, args: Any, kwargs: Any, limit: float, *more: Any
+    ) -> Pending:
+        """``request(link, function, ...)``: a call is pickled and written."""
         self.message.bytes = {}
-        return monotonic_ns()
-
-    def sent(self, begin: int, pending: Pending, function: Any, args: Sequence[Any], flags: int, future: bool) -> None:
-        """The call's request was pickled and written."""
+        begin, (flags, future, *_) = monotonic_ns(), more
+        pending = request(link, function, args, kwargs, limit, *more)
         end = monotonic_ns()
-        bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
+        bytes_sent, self.message.bytes = self.message.bytes or _short(args[1] if function is deliver else args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
         self.note("sent", self.rank, pending.call, begin, end, *what)
+        return pending
 
     def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
         """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
-        if kind == REQUEST or kind == RESPONSE:
+        if kind in (REQUEST, RESPONSE, GRADIENTS):
             carried = _inline(len(out.data)) if flags & LONE else traffic(out)
             self.message.bytes.update(carried, tensors=out.tensors, pickle=nbytes)
 
@@ -173,19 +173,23 @@ class Calls:
         if serving is not None:
             serving.unpickled, serving.function = monotonic_ns(), name_of(function, args)
 
-    def returned(self, request: Answering, values: Sequence[Any] | None) -> Noted:
-        """The request's function has ended: on its own thread or, if it is asynchronous, on any thread. The answer will be
-        ``values`` (one value), or (``None``) an error."""
-        now = monotonic_ns()
+    def replying(self, reply: Callable[[Answering, Any], None], request: Answering, answer: list[Any] | BaseException) -> None:
+        """``reply(request, answer)``: the request's function has ended, on its own thread or, if it is asynchronous, on any
+        thread. ``answer``: a list of one value, which it takes out, or an error."""
+        begin = monotonic_ns()
         self.message.bytes = {}
         serving = self.message.serving
         if serving is not None and serving.key == (request.link.rank, request.call):
-            serving.returned = serving.returned or now
-        return now, {} if values is None else _short(values)
-
-    def replied(self, request: Answering, noted: Noted, error: str) -> None:
-        """The request was answered. ``error``: the name of the error's type, if the answer is one."""
-        begin, short = noted
+            serving.returned = serving.returned or begin
+        short: dict[str, int] = {}
+        error = ""
+        if isinstance(answer, BaseException):
+            error = type(answer).__name__
+        else:
+            short = _short(answer[0][1] if request.frame.kind == GRADIENTS else answer)
+        reply(request, answer)
+        if error and request.rref is not None:
+            return  # it has replied without one
         carried, self.message.bytes = self.message.bytes or short, {}
         self.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
 

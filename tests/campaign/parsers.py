@@ -106,12 +106,12 @@ def _link() -> Parser:
 
     def parse(data: bytes) -> Any:
         receiver._in[: len(data)] = data
-        receiver._read = 0
+        receiver.taken = 0
         receiver.read()
         # Near the end of the ring, where a length may reach past it.
         at = RING_BYTES - 256
         receiver._in[at:] = data[:256].ljust(256, b"\0")
-        receiver._read = at
+        receiver.taken = at
         return receiver.read()
 
     return Parser("Link.read", [item[:4096] for item in caught], parse, (RdmaError,))

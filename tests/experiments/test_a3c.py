@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 pytest.importorskip("gymnasium")
 
 from rdmarpc.experiments import a3c
-from rdmarpc.experiments.actors.learner import Learner, gradients
+from rdmarpc.experiments.training.learner import Learner, gradients
 
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import collectives
+from rdmarpc.experiments.exchange.collective_report import Times, summary
 from rdmarpc.experiments.harness.targets import verdict, verdicts
-from rdmarpc.experiments.together.report import Times, summary
 
 
 def test_it_measures_beside_gloo(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from rdmarpc.experiments import convergence
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.learning import sentences, server, trainer
-from rdmarpc.experiments.learning.problems import PROBLEMS
-from rdmarpc.experiments.peers.functions import function
+from rdmarpc.experiments.harness.functions import function
+from rdmarpc.experiments.training import learning_server as server
+from rdmarpc.experiments.training import learning_trainer as trainer
+from rdmarpc.experiments.training import sentences
+from rdmarpc.experiments.training.problems import PROBLEMS
 
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 

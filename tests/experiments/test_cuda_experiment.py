@@ -17,9 +17,9 @@ from group import results, run_group
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import cuda
-from rdmarpc.experiments.gpus.report import print_tables, summary
 from rdmarpc.experiments.harness.processes import WorkerFailed
 from rdmarpc.experiments.harness.targets import verdict
+from rdmarpc.experiments.latency.gpu_report import print_tables, summary
 
 SMALL = ["rounds=1", "linear=20", "iterations=2", "batches=1", "sizes=[4000,40000]", "small_sizes=[4]", "small_times=5"]
 SMALL += ["layers=2", "widths=[20]", "steps=2"]

@@ -11,8 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import ddp
-from rdmarpc.experiments.data_parallel import report, simulated
 from rdmarpc.experiments.harness.findings import Findings
+from rdmarpc.experiments.training import ddp_report as report
+from rdmarpc.experiments.training import ddp_simulated as simulated
 
 SMALL = ["models=[small]", "caps_mb=[1]", "numbers=100000", "granularity=[100000]", "skip=[1,4]", "trainings=[[8,0.02]]"]
 SMALL += ["batches=8", "ranks=[2]", "layers=4", "parameters=64000", "compute_ms=4", "steps=1", "warm_up=1", "rounds=1"]

@@ -13,9 +13,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import federated
-from rdmarpc.experiments.federation import namespaces
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.peers.turns import Turns
+from rdmarpc.experiments.harness.turns import Turns
+from rdmarpc.experiments.training import namespaces
 
 
 def test_means_are_right_and_a_link_that_cannot_be_is_left_out(tmp_path: Path) -> None:

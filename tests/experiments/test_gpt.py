@@ -13,8 +13,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import gpt
-from rdmarpc.experiments.pipelines import gpt as model
-from rdmarpc.experiments.pipelines import gpt_workers
+from rdmarpc.experiments.training import gpt as model
+from rdmarpc.experiments.training import gpt_workers
 
 SMALL = ["models.medium=null", "models.small={width: 8, blocks: 3, heads: 2}", "samples=4", "tokens=5", "vocabulary=11"]
 

@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import grid
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.in_flight import client, tables
-from rdmarpc.experiments.peers.libraries import message, tensor
+from rdmarpc.experiments.harness.libraries import message, tensor
+from rdmarpc.experiments.latency import grid_client as client
+from rdmarpc.experiments.latency import grid_tables as tables
 
 GRPC = importlib.util.find_spec("grpc") is not None
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if GRPC else [])]

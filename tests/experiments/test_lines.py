@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import lines
+from rdmarpc.experiments.harness import turns
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.peers import turns
 from rdmarpc.experiments.programs import running
 from rdmarpc.experiments.programs.counting import Size, size_of
 

@@ -14,10 +14,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import sizes
+from rdmarpc.experiments.harness import turns
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.peers import turns
-from rdmarpc.experiments.ways.picture import draw_sizes
-from rdmarpc.experiments.ways.producer import Steps
+from rdmarpc.experiments.latency.sizes_picture import draw_sizes
+from rdmarpc.experiments.latency.sizes_producer import Steps
 
 GRPC = importlib.util.find_spec("grpc") is not None
 WAYS = [way for way in sizes.WAYS if GRPC or way != "grpc"]

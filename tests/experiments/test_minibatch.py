@@ -20,7 +20,7 @@ from rdmarpc.experiments.exchange import steps, sweep
 from rdmarpc.experiments.exchange.shard import Shard, parts
 from rdmarpc.experiments.harness import processes
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.peers.turns import Turns
+from rdmarpc.experiments.harness.turns import Turns
 
 
 def test_it_measures_every_way(tmp_path: Path) -> None:

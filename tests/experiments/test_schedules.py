@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import schedules
 from rdmarpc.experiments.harness.processes import Group, OnEvent
-from rdmarpc.experiments.pipelines.layers import Case
+from rdmarpc.experiments.training.pipeline_layers import Case
 
 
 class Told:

@@ -14,9 +14,10 @@ from hydra import compose, initialize_config_dir
 from rdmarpc.experiments import dlrm
 from rdmarpc.experiments.harness.findings import Findings
 from rdmarpc.experiments.harness.processes import Launcher
-from rdmarpc.experiments.peers.turns import Turns
-from rdmarpc.experiments.shapes import observers, worker
-from rdmarpc.experiments.shapes.runs import checked
+from rdmarpc.experiments.harness.turns import Turns
+from rdmarpc.experiments.latency import observers
+from rdmarpc.experiments.latency import shapes_worker as worker
+from rdmarpc.experiments.latency.shapes_runs import checked
 
 SMALL = {
     "parameter_server": ["rows=50", "width=8", "layers=2", "batch=4", "bag=3", "steps=2", "cases=['sparse buckets']"],

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 from rdmarpc.experiments import graph_network, mixture
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.learning import server
-from rdmarpc.experiments.peers.functions import function
-from rdmarpc.experiments.peers.turns import Turns
-from rdmarpc.experiments.spread import graphs
-from rdmarpc.experiments.spread.experts import Experts
-from rdmarpc.experiments.spread.mixture import Worker, measured
+from rdmarpc.experiments.harness.functions import function
+from rdmarpc.experiments.harness.turns import Turns
+from rdmarpc.experiments.training import graphs
+from rdmarpc.experiments.training import learning_server as server
+from rdmarpc.experiments.training.experts import Experts
+from rdmarpc.experiments.training.mixture import Worker, measured
 
 CALLED = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 SMALL = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rdmarpc.experiments.digits.report import counted
 from rdmarpc.experiments.harness.pictures import finding
+from rdmarpc.experiments.training.digits_report import counted
 
 
 def test_a_step_in_plain_words() -> None:

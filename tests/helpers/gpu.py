@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 
 import torch
 
@@ -26,13 +31,23 @@ def why_not() -> str:
     return f"no CUDA device, and no software GPU: {missing}" if missing else ""
 
 
+class _FindsCupy:
+    """Has ``import cupy`` find the stand-in, at the end of ``sys.meta_path``."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return spec_from_file_location(name, Path(__file__).with_name("softcupy.py")) if name == "cupy" else None
+
+
 @functools.cache
 def load() -> None:
-    """Have the GPU in this process."""
+    """Have the GPU in this process; where it is software, with ``SOFTCUPY`` in the environment, a stand-in of cupy, too."""
     if TYPE == "softgpu":
         import softgpu
 
         softgpu.load()
+        if os.environ.get("SOFTCUPY"):
+            sys.meta_path.append(_FindsCupy)
         return
     torch.backends.cudnn.deterministic = True  # tests compare bits
 

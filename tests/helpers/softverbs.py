@@ -68,13 +68,13 @@ def play(library: str) -> None:
     """Have the adapters of this process take dma-bufs and device pointers by that library, whichever package opens them."""
     global played
     played = True
-    from rdmarpc.transport.nic import native
+    from rdmarpc.transport.nic import libibverbs, native
     from rdmarpc.transport.nic.ibverbs import Ibverbs
-    from rdmarpc.transport.nic.native import NativeContext, NativeMemoryRegion
+    from rdmarpc.transport.nic.native import Context, MemoryRegion
     from rdmarpc.transport.nic.pyverbs import Pyverbs
     from rdmarpc.transport.verbs import gpudirect
 
-    real, ours = native.library(), ctypes.CDLL(library, use_errno=True)
+    real, ours = libibverbs.library(), ctypes.CDLL(library, use_errno=True)
     ours.ibv_reg_dmabuf_mr.argtypes = real.ibv_reg_dmabuf_mr.argtypes
     ours.ibv_reg_dmabuf_mr.restype = real.ibv_reg_dmabuf_mr.restype
     ours.ibv_dereg_mr = real.ibv_dereg_mr  # type: ignore[misc]
@@ -84,20 +84,20 @@ def play(library: str) -> None:
         ibv_reg_dmabuf_mr=lambda pd, at, length, iova, fd, access: ours.ibv_reg_mr_iova2(pd, at, length, iova, access),
         ibv_dereg_mr=real.ibv_dereg_mr,
     )
-    register = NativeContext.register
+    register = Context.register
 
     def register_there(self: Any, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> Any:
         if not device_memory:
             return register(self, address, nbytes, access)
         flags = native._ACCESS[access]
-        made = self.call("ibv_reg_mr", lambda: native.DmaBufMR(by_pointer, self.pd_address, nbytes, flags, -1, address))
-        return self.add(NativeMemoryRegion, made, address)
+        made = self.call("ibv_reg_mr", lambda: libibverbs.DmaBufMR(by_pointer, self.pd_address, nbytes, flags, -1, address))
+        return self.add(MemoryRegion, made, address)
 
-    NativeContext.register = register_there  # type: ignore[method-assign]
+    Context.register = register_there  # type: ignore[method-assign]
 
     def new_dma_buf_region(self: Any, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
         try:
-            return native.DmaBufMR(ours, pd_address, nbytes, access, fd, offset)
+            return libibverbs.DmaBufMR(ours, pd_address, nbytes, access, fd, offset)
         except OSError as error:
             error.error_code = error.errno  # type: ignore[attr-defined]  # as pyverbs names it
             raise

@@ -25,8 +25,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any("kind" in (names.replace(",", " ").split() if isinstance(names, str) else names) for names in given):
         return  # a test's own
     if "kind" in metafunc.fixturenames and not hasattr(metafunc.module, "kind"):
-        slow = metafunc.function.__name__ == "test_more_than_a_gibibyte"  # all that it shows holds without encryption
-        outside = ["outside"] if metafunc.module.__name__ == "test_contract" else []
+        slow = metafunc.function.__name__ == "test_more_than_a_gibibyte"  # all that it shows holds for shm and tcp
+        outside = ["outside"] if metafunc.module.__name__ == "test_contract" and not slow else []
         encrypted = ["tcp+tls"] if metafunc.module.__name__ in WHOLE and not slow else []
         metafunc.parametrize("kind", [*KINDS, *outside, *encrypted], indirect=True)
 

@@ -133,10 +133,16 @@ class Guest:
         arguments = [sys.executable, str(ZYGOTE), BOX_INSIDE, *modules]
         return self.command(arguments, name="python", timeout=float("inf"), env={"PYTHONPATH": search})
 
+    def preloaded(self) -> bool:
+        """Whether it has. Raises ``GuestFailed`` when it never will."""
+        if (self.box / "python.rc").exists() or not self.alive():
+            out = self.box / "python.out"
+            raise GuestFailed(f"nothing was imported:\n{out.read_text()[-2000:] if out.exists() else ''}")
+        return (self.box / "python.ready").exists()
+
     def wait_preloaded(self, timeout: float) -> None:
-        failed = self.box / "python.rc"
-        if not self._wait(lambda: (self.box / "python.ready").exists() or failed.exists(), timeout) or failed.exists():
-            raise GuestFailed(f"nothing was imported in {timeout:g} s:\n{(self.box / 'python.out').read_text()[-2000:]}")
+        if not self._wait(self.preloaded, timeout):
+            raise GuestFailed(f"not everything was imported within {timeout:g} s")
 
     @property
     def pid(self) -> int:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.rdma
 SCENARIOS: list[tuple[Callable[[int], Any], int]] = [
     (test_calls.simple_values, 2),
     (test_calls.errors, 2),
-    (test_calls.in_flight, 2),
+    (partial(test_calls.in_flight, 800), 2),
     (test_calls.callbacks, 2),
     (test_tensors.round_trips, 2),
     (test_tensors.sharing_survives, 2),
@@ -43,7 +43,11 @@ SCENARIOS: list[tuple[Callable[[int], Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("scenario, size", SCENARIOS, ids=lambda value: getattr(value, "__name__", None))
+def name(value: Any) -> str | None:
+    return getattr(getattr(value, "func", value), "__name__", None)
+
+
+@pytest.mark.parametrize("scenario, size", SCENARIOS, ids=name)
 def test_calls_references_and_autograd(scenario: Callable[[int], Any], size: int) -> None:
     results(run_group(scenario, size, transport="verbs", timeout=110.0, rpc_timeout=60))
 

@@ -105,7 +105,8 @@ def fork_server_in_waiting() -> None:
         if "multiprocessing.forkserver" not in args[-1] or ours.fileno() < 0:
             return spawn(path, args, passed)
         found = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-        socket.send_fds(ours, [json.dumps([args[-1], list(passed), found]).encode()], list(passed))
+        given = [*passed, 1, 2]  # what it and its processes print goes where ours goes now
+        socket.send_fds(ours, [json.dumps([args[-1], given, found]).encode()], given)
         ours.close()
         return pid
 

@@ -15,17 +15,17 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..channel import Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, RdmaError, TransferTimeout
-from ..gpu.arena import GpuArena, GpuSegment
+from ..gpu.arena import GpuSegment
 from ..gpu.pins import Pins
 from ..memory.mapping import memfd
 from ..region import RemoteRegion, local_bytes
-from ..shm.channel import GONE_ACK, Home, ShmChannel
+from ..shm.channel import GONE_ACK, ShmChannel
 from ..shm.transfer import ShmMapped
 from .lane import Lane, Lanes
 from .peer import PASS, PeerGpus, PeerSegment
@@ -34,28 +34,12 @@ from .transfer import Copies, CudaJob, CudaTransfer, Side
 GPU_SEGMENT, GPU_PART = 8, 9
 
 
-class GpuHome(Home, Protocol):
-    """The part of a device that its channels use."""
-
-    gpu: GpuArena
-
-    def watch(self) -> None:
-        """Look after the GPUs from time to time from now on."""
-
-    def close_deadline(self) -> float: ...
-
-    def break_off(self, channel: ShmChannel, error: BaseException, doing: str) -> None:
-        """End a channel after an unexpected error."""
-
-    def lost(self, channel: ShmChannel, error: RdmaError) -> None:
-        """End a channel because serving it failed, and tell its peer."""
-
-
 class CudaChannel(ShmChannel):
-    device: GpuHome
+    device: Any
+    """The ``CudaDevice``."""
     gpus = True
 
-    def __init__(self, device: GpuHome, *args: Any) -> None:
+    def __init__(self, device: Any, *args: Any) -> None:
         super().__init__(device, *args)
         self.peer_gpus = PeerGpus(self.peer_memory)
         self.pins = Pins()

@@ -16,8 +16,8 @@ posted from.
 For people who keep to streams: ``Work.block_current_stream`` orders a stream after a copy, ``Channel.notify_after`` a
 notification after a stream. What a peer READs or WRITEs is ordered by notifications alone.
 
-Tensors of CuPy or Numba: ``torch.as_tensor(array, device="cuda")`` shares their memory, which then can be copied and registered
-like any tensor.
+Arrays of cupy are copied and registered like tensors, behind what cupy's current stream was given; ``block_current_stream`` and
+``notify_after`` know torch's streams only. For Numba's, ``torch.as_tensor(array, device="cuda")`` shares the memory.
 
 Never assume a device type: ``cuda_driver.kind()``. Tested over a software driver; not run on hardware.
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -36,7 +36,7 @@ from ..errors import NotSupported, PeerLost, RegistrationError
 from ..gpu import driver
 from ..gpu.arena import GpuArena, GpuSegment, settle
 from ..memory.arena import PINNED_SEGMENT_BYTES
-from ..region import Region, RemoteRegion
+from ..region import Array, Region, RemoteRegion, as_tensor
 from ..shm.channel import ShmChannel
 from ..shm.device import ShmDevice
 from .channel import CudaChannel
@@ -70,30 +70,18 @@ class CudaDevice(ShmDevice):
 
     # -- memory
 
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        *,
-        dtype: torch.dtype | None = None,
-        writable: bool = False,
-        device: torch.device | str | None = None,
-    ) -> torch.Tensor:
-        """An uninitialised tensor, born registered: in the arena, or with ``device`` on that GPU, where every peer may read and
-        write it. Raises ``ArenaFull``; for a
-        GPU ``NotSupported`` where its memory cannot be exported, and torch's ``OutOfMemoryError``."""
-        place = torch.device("cpu" if device is None else device)
-        if place.type == "cpu":
-            return super().empty(shape, dtype=dtype, writable=writable)
-        self.check()
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        """Born registered: every peer may read and write it. Raises ``NotSupported`` where the GPU's memory cannot be
+        exported, and torch's ``OutOfMemoryError``."""
         if place.type != self.gpu.kind:
             raise NotSupported(f"there is no memory of {place} here", device="cuda", hint=f"cpu or {self.gpu.kind}")
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self.gpu.empty(sizes, dtype or torch.get_default_dtype(), place)
+        return self.gpu.empty(sizes, dtype, place)
 
-    def register(self, tensor: torch.Tensor) -> Region:
+    def register(self, tensor: torch.Tensor | Array) -> Region:
         """As for any device, also for GPU memory: free for tensors of ``empty``; then returns when what the caller's current
         stream was given is done (``gpu/arena``)."""
         self.check()
+        tensor = as_tensor(tensor)
         return self.gpu.register(tensor) if self.gpu.of(tensor) else super().register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:
@@ -138,16 +126,16 @@ class CudaDevice(ShmDevice):
             channel.tell_part(*part)
 
     def announce_gpu(self, segment: GpuSegment) -> None:
-        for channel in self._gpu_channels():
-            try:
-                channel.tell(segment)
-            except PeerLost as error:
-                channel.lose(error)
+        self._tell_all(lambda channel: channel.tell(segment))
 
-    def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
+    def announce_part(self, *part: int) -> None:
+        """``part``: as for ``CudaChannel.tell_part``."""
+        self._tell_all(lambda channel: channel.tell_part(*part))
+
+    def _tell_all(self, tell: Callable[[CudaChannel], None]) -> None:
         for channel in self._gpu_channels():
             try:
-                channel.tell_part(number, key, segment, offset, nbytes)
+                tell(channel)
             except PeerLost as error:
                 channel.lose(error)
 

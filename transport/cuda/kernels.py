@@ -11,7 +11,7 @@ Invariants:
 2. data before count: ``FINISH`` is called when the copies before it on its stream, and those of the other groups, which that
    stream has waited for, are in memory. It makes the copies between host memories and the notification with ``kernels.post``.
 3. no copy after abort: ``post`` enters (``kernels.enter``) before it enqueues anything, and ``FINISH`` leaves: ``inflight``
-   counts the copies from the moment that they cannot be called back. A block that was disarmed meanwhile notifies nobody any
+   counts the copies from the moment that they cannot be called back. A channel that has ended meanwhile notifies nobody any
    more. What has no copies for a GPU is not counted until ``FINISH`` runs: an abort need not wait for a stream that owes a
    notification only.
 4. memory outlives its use: ``FINISH`` counts ``JOB_DONE`` last, and touches only that record from then on. The record belongs

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,30 +31,11 @@ GRACE_S = 0.5
 _EXIT_S = 2.0
 
 
-class Copying(Protocol):
-    """The channel whose copies go over a lane."""
-
-    peer: str
-    error: RdmaError | None
-
-    def check(self) -> None: ...
-
-    def fail(self, error: RdmaError) -> None:
-        """Our GPU failed: the channel has ended."""
-
-
-class Job(Protocol):
-    """Copies that are enqueued on a lane."""
-
-    def lost(self) -> None:
-        """Fail, because the driver will not report the job's end any more."""
-
-
 class Lane:
     """A side stream for the copies of ``channel`` on one GPU. ``arena``: the device's. ``lock`` is held while work is
     enqueued."""
 
-    def __init__(self, channel: Copying, arena: GpuArena, index: int) -> None:
+    def __init__(self, channel: Any, arena: GpuArena, index: int) -> None:
         self.channel, self.index, self.device = channel, index, torch.device(kind(), index)
         self._arena, self._pid = arena, os.getpid()
         with driver().on(index):
@@ -66,14 +47,14 @@ class Lane:
         """The lane's record: how many tickets are over."""
         self.sent = 0
         """How many were given out."""
-        self._pending: deque[tuple[int, Job, object]] = deque()
+        self._pending: deque[tuple[int, Any, object]] = deque()
         self._active = False
         self.status = ""
         """The driver's error that ended it."""
         _lanes.add(self)
         arena.lanes.add(self)
 
-    def keep(self, job: Job, things: object) -> int:
+    def keep(self, job: Any, things: object) -> int:
         """The ticket of a job that was just enqueued, with ``lock`` held. It and ``things`` live until it is over."""
         self.sent += 1
         self._pending.append((self.sent, job, things))
@@ -188,7 +169,7 @@ class Lanes:
     def all(self) -> list[Lane]:
         return list(self._lanes.values())
 
-    def find(self, channel: Copying, index: int) -> Lane:
+    def find(self, channel: Any, index: int) -> Lane:
         """The one on a device: a new one where there is none. Raises what ended the channel."""
         found = self._lanes.get(index)
         if found is not None and not self._left:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,33 +17,16 @@ from ..channel import Transfer, Work
 from ..errors import RdmaError, fresh
 from ..gpu.driver import driver
 from ..region import RemoteRegion, local_bytes
-from ..shm.transfer import NOTHING, Posting, PreparedRequest
+from ..shm.transfer import NOTHING, PreparedRequest
 from ..words import kernels
 from . import kernels as at
 from .lane import Lane
-from .peer import PeerGpus
 
 Side = tuple[RemoteRegion, torch.Tensor, bool]
 """The remote range, the local tensor, and whether the copy is a WRITE."""
 Copies = list[tuple[int, int, int]]
 """Destination, source, bytes."""
 _table: list[np.ndarray] = []
-
-
-class Copying(Posting, Protocol):
-    """The part of a channel that a post uses."""
-
-    peer: str
-    error: RdmaError | None
-
-
-class Placing(Copying, Protocol):
-    """The part of a channel that preparing copies uses."""
-
-    peer_gpus: PeerGpus
-
-    def place(self, side: Side) -> tuple[Lane | None, Copies]:
-        """The lane that does a copy (``None``: the processor does it), and its pieces."""
 
 
 def _functions() -> int:
@@ -82,9 +65,9 @@ class CudaJob(PreparedRequest):
     """The words that one post needs. ``groups``: the copies of each lane; ``host``: the copies between host memories."""
 
     __slots__ = ("_after", "_job", "_words", "lanes")
-    _channel: Copying
+    _channel: Any
 
-    def __init__(self, channel: Copying, groups: Sequence[tuple[Lane, Copies]], host: Copies, imm: int | None) -> None:
+    def __init__(self, channel: Any, groups: Sequence[tuple[Lane, Copies]], host: Copies, imm: int | None) -> None:
         super().__init__(channel, imm, host)
         self.block[kernels.WR_BYTES] += sum(nbytes for _, copies in groups for _, _, nbytes in copies)
         self.lanes = [lane for lane, _ in groups]
@@ -160,7 +143,7 @@ class CudaTransfer(Transfer):
 
     __slots__ = ("__weakref__", "_channel", "_fast", "_imm", "_job", "_sides", "_withdrawable")
 
-    def __init__(self, channel: Placing, sides: list[Side], imm: int | None) -> None:
+    def __init__(self, channel: Any, sides: list[Side], imm: int | None) -> None:
         self._channel, self._sides, self._imm = channel, sides, imm
         self._fast: dict[int, tuple[int, int]] = {}
         self._withdrawable = [remote for remote, _, _ in sides if channel.peer_gpus.withdrawable(remote)]

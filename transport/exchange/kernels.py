@@ -25,11 +25,10 @@ from __future__ import annotations
 from ..words.atomics import FUTEX_WAIT, fence, fetch_add, futex, load_acquire, memcpy, now, pause, sched_yield, store_release
 from ..words.compiled import compiled
 from ..words.completions import asleep, awake, poll
-from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, copy_past_caches
+from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS
 from ..words.symbols import i64, inline
 from . import layout as w
-from .pieces import add_up, arrived, awaited, left, push, take
-from .reduction import sum_step
+from .pieces import add_up, arrived, awaited, lay, left, push, sum_step, take
 
 _PAUSES = 64
 _CROWDED_NS = 50_000
@@ -64,11 +63,7 @@ def _pull(call: int, lane: int) -> int:
         return slot
     at = load_acquire(lane + 8 * w.LANE_PULLED) * load_acquire(call + 8 * w.CALL_PIECE)
     nbytes = min(load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_TO_BYTES) - at)
-    if load_acquire(call + 8 * w.CALL_PAST) != 0:
-        copy_past_caches(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
-    else:
-        memcpy(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
-    take(lane)
+    lay(call, lane, load_acquire(lane + 8 * w.LANE_TO) + at, slot, nbytes)
     return 1
 
 

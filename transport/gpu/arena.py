@@ -2,8 +2,8 @@
 
 Tensors made here (``empty``) are born registered. For ``cuda`` they come from a ``torch.cuda.MemPool``, whose segments are kept
 for the life of the process, so memory that a peer has mapped is never given back; another accelerator makes them with its own
-allocator. Their segments stay registered for as long as the memory they belong to. Other GPU memory, also that of CuPy or Numba
-(``torch.as_tensor(array)`` shares it), is announced as a *foreign* region. Its segment is announced with the first such region,
+allocator. Their segments stay registered for as long as the memory they belong to. Other GPU memory, also that of other
+libraries which a tensor shares, is announced as a *foreign* region. Its segment is announced with the first such region,
 and withdrawn with the last.
 
 The driver's number of an allocation tells whether a segment is known: it is never given again in a process.
@@ -18,12 +18,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..errors import RegistrationError
-from ..memory.memory import Announcer, Memory, withdraw
+from ..memory.memory import Memory, withdraw
 from ..region import Region, local_bytes
 from . import driver as cuda_driver
 from .driver import current_stream, driver
@@ -44,18 +44,6 @@ class GpuSegment:
         """How many foreign ones are open."""
 
 
-class GpuListener(Announcer, Protocol):
-    """The calls by which a GPU arena tells a device on it what to announce."""
-
-    closed: bool
-
-    def announce_gpu(self, segment: GpuSegment) -> None:
-        """Tell every connected peer of a segment."""
-
-    def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
-        """Tell every connected peer of a foreign region, a part of the segment with that number."""
-
-
 class GpuArena:
     """The GPU memory of a ``Memory``, for all ``CudaDevice`` on it. Thread-safe. Nothing touches a GPU before ``empty`` or
     ``register``."""
@@ -65,7 +53,8 @@ class GpuArena:
         self.kind = cuda_driver.kind()
         self.pins = Pins()
         """The pinned segments of the host arena."""
-        self.devices: list[GpuListener] = []
+        self.devices: list[Any] = []
+        """The ``CudaDevice`` that stand on it, and announce what is registered here."""
         self.lanes: set[object] = set()
         """The side streams of the devices on this arena. Copies may be under way until they are gone."""
         self._exports = Exports()
@@ -177,7 +166,7 @@ class GpuArena:
             parts = [(number, key, segment.number, at, nbytes) for number, (segment, at, nbytes, key) in self._regions.items()]
             return list(self._segments.values()), parts
 
-    def _listeners(self) -> list[GpuListener]:
+    def _listeners(self) -> list[Any]:
         return [device for device in list(self.devices) if not device.closed]
 
     def let_go(self, address: int) -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -47,24 +47,12 @@ def count(record: int) -> None:
     signal(record, 0)
 
 
-class Poster(Protocol):
-    """The channel that a post behind a GPU is for."""
-
-    peer: str
-    error: RdmaError | None
-    later: set[Later]
-    """The posts that wait for a GPU."""
-
-    def lost(self, error: RdmaError) -> None:
-        """End the channel because it broke."""
-
-
 class Later(Work):
     """A post that may still wait for a GPU."""
 
     __slots__ = ("_error", "_left", "_post", "_work", "channel")
 
-    def __init__(self, channel: Poster, post: Callable[[], Work]) -> None:
+    def __init__(self, channel: Any, post: Callable[[], Work]) -> None:
         self.channel = channel
         self._post: Callable[[], Work] | None = post  # keeps what is to be copied
         self._left = threading.Event()
@@ -147,7 +135,7 @@ class Behind:
     def idle(self) -> bool:
         return not self._waiting
 
-    def put(self, channel: Poster, streams: Sequence[tuple[int, int]], post: Callable[[], Work]) -> Later:
+    def put(self, channel: Any, streams: Sequence[tuple[int, int]], post: Callable[[], Work]) -> Later:
         """Have ``post`` called when the work that these streams have been given so far is done, and all earlier posts are made.
         ``streams``: index of the GPU and handle of each."""
         later = Later(channel, post)

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 import torch
 
@@ -124,6 +125,12 @@ class Driver:
         if status:
             raise RdmaError(f"{name} failed: {self.explain(status)}", device="cuda", status=status)
 
+    def asked(self, kind: type[Any], name: str, *args: object) -> int:
+        """As ``call``, of a function that stores a value of this kind at its first argument: the value."""
+        found = kind()
+        self.call(name, byref(found), *args)
+        return found.value or 0
+
     def attempt(self, name: str, *args: object) -> str:
         """Call a function. Returns the name of its error, empty for success. ``NotSupported`` where the driver lacks it."""
         function = self._functions.get(name)
@@ -145,14 +152,10 @@ class Driver:
 
     def version(self) -> int:
         """The CUDA version that the driver supports: 1000 * major + 10 * minor."""
-        version = c_int()
-        self.call("cuDriverGetVersion", byref(version))
-        return version.value
+        return self.asked(c_int, "cuDriverGetVersion")
 
     def device_count(self) -> int:
-        count = c_int()
-        self.call("cuDeviceGetCount", byref(count))
-        return count.value
+        return self.asked(c_int, "cuDeviceGetCount")
 
     def attribute(self, index: int, attribute: int) -> int:
         """A ``CU_DEVICE_ATTRIBUTE``; 0 for one that this driver does not know."""
@@ -221,27 +224,19 @@ class Driver:
     def ipc_open(self, handle: bytes) -> int:
         """Map another process's allocation in the current context, and return its address. It stays mapped until
         ``cuIpcCloseMemHandle``."""
-        base = c_uint64()
         found = IpcMemHandle.from_buffer_copy(handle)
-        self.call("cuIpcOpenMemHandle_v2", byref(base), found, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        return base.value
+        return self.asked(c_uint64, "cuIpcOpenMemHandle_v2", found, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
     def host_pointer(self, address: int) -> int:
         """The device pointer of registered host memory."""
-        pointer = c_uint64()
-        self.call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
-        return pointer.value
+        return self.asked(c_uint64, "cuMemHostGetDevicePointer_v2", address, 0)
 
     def new_stream(self) -> int:
         """A stream in the current context that does not wait for the default stream."""
-        stream = c_void_p()
-        self.call("cuStreamCreate", byref(stream), CU_STREAM_NON_BLOCKING)
-        return stream.value or 0
+        return self.asked(c_void_p, "cuStreamCreate", CU_STREAM_NON_BLOCKING)
 
     def new_event(self) -> int:
-        event = c_void_p()
-        self.call("cuEventCreate", byref(event), CU_EVENT_DISABLE_TIMING)
-        return event.value or 0
+        return self.asked(c_void_p, "cuEventCreate", CU_EVENT_DISABLE_TIMING)
 
 
 class _On:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,12 +38,6 @@ class Registered(NamedTuple):
 NOWHERE = Registered(0, 0, 0, None)
 
 
-class Announcer(Protocol):
-    """The object that tells the peers of one device of foreign regions."""
-
-    def announce(self, number: int, key: int, address: int, nbytes: int) -> None: ...
-
-
 class Listener:
     """The calls by which a memory tells a device on it of changes. A device overrides those that it has to act on."""
 
@@ -60,16 +54,6 @@ class Listener:
 
     def forget_segment(self, segment: Segment) -> None:
         """A segment is about to be unmapped. The channel of the one peer that could reach it has ended."""
-
-
-class GpuPart(Protocol):
-    """The part of a memory that lies on GPUs, as far as it matters to that of the host."""
-
-    def of(self, tensor: torch.Tensor) -> bool:
-        """Whether this is GPU memory of ours to register."""
-
-    def let_go(self, address: int) -> None:
-        """The segment of the host arena at this address is about to be unmapped."""
 
 
 class Memory:
@@ -89,8 +73,8 @@ class Memory:
         self.arena = Arena(self._new_segment, limit, self._drop_segment)
         self.regions: dict[int, Registered] = {}
         """The registered memory, by number. Devices look things up here, and never change it."""
-        self.gpu: GpuPart | None = None
-        """The GPU memory, if a device on this memory reaches GPUs. It is not in ``regions``."""
+        self.gpu: Any = None
+        """The ``GpuArena``, if a device on this memory reaches GPUs. It is not in ``regions``."""
         self.lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
@@ -268,7 +252,7 @@ class Memory:
         self.arena.close()
 
 
-def withdraw(devices: Iterable[Announcer], numbers: Sequence[int]) -> None:
+def withdraw(devices: Iterable[Listener], numbers: Sequence[int]) -> None:
     """Tell all devices that these regions are gone. Raises the first error, when all were told."""
     failed: RdmaError | None = None
     for device in devices:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 
 from ..errors import NotSupported, RdmaError
-from .ibverbs import IbverbsProvider
-from .provider import Provider
-from .pyverbs import PyverbsProvider
+from .ibverbs import Ibverbs
+from .native import Package
+from .pyverbs import Pyverbs
 
 
-def choose() -> Provider:
+def choose() -> Package:
     """pyverbs, else ibverbs; ``RDMARPC_VERBS=pyverbs`` or ``ibverbs`` names the one. ``NotSupported`` says for each why it
-    cannot be used, and how to get it. One provider a process: the first call that succeeds decides for the later ones."""
+    cannot be used, and how to get it. One package a process: the first call that succeeds decides for the later ones."""
     global _chosen
     with _choosing:
         if _chosen is None:
@@ -22,12 +21,12 @@ def choose() -> Provider:
         return _chosen
 
 
-_chosen: Provider | None = None
+_chosen: Package | None = None
 _choosing = threading.Lock()
 
 
-def _choose(wanted: str) -> Provider:
-    kinds: dict[str, Callable[[], Provider]] = {"pyverbs": PyverbsProvider, "ibverbs": IbverbsProvider}
+def _choose(wanted: str) -> Package:
+    kinds: dict[str, type[Package]] = {"pyverbs": Pyverbs, "ibverbs": Ibverbs}
     if wanted and wanted not in kinds:
         raise NotSupported(f"RDMARPC_VERBS={wanted!r} names no provider", device="verbs", hint=f"one of {', '.join(kinds)}")
     refused = []

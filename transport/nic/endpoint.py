@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 
 from ..errors import RdmaError
-from .provider import DeviceAttr, Gid, PortAttr, Route
+from .attributes import DeviceAttr, Gid, PortAttr, Route
 
 _WIRE = struct.Struct("<BBBBBBH16s")
 _VERSION = 1
@@ -98,33 +98,15 @@ def why_not(a: Endpoint, b: Endpoint) -> str | None:
     return None
 
 
-def route(
-    mine: Endpoint,
-    theirs: Endpoint,
-    *,
-    port: int,
-    sgid_index: int,
-    dest_qp_num: int,
-    rq_psn: int,
-    sq_psn: int,
-    timeout: int,
-    retry_cnt: int,
-) -> Route:
-    """How a queue pair of ours at ``mine`` reaches ``dest_qp_num`` at ``theirs``: the smaller MTU, as many READs at once as
-    both ends take, and a global route header on Ethernet always, on InfiniBand where an end cannot do without."""
-    reads = min(mine.reads, theirs.reads)
+def route(mine: Endpoint, theirs: Endpoint, **ours: int) -> Route:
+    """How a queue pair of ours at ``mine`` reaches one at ``theirs``: the smaller MTU, as many READs at once as both ends take,
+    and a global route header on Ethernet always, on InfiniBand where an end cannot do without. ``ours``: the other fields of
+    ``Route``."""
     return Route(
-        port=port,
-        sgid_index=sgid_index,
+        **ours,
         dgid=theirs.gid,
         dlid=theirs.lid,
-        dest_qp_num=dest_qp_num,
-        rq_psn=rq_psn,
-        sq_psn=sq_psn,
         mtu=min(mine.mtu, theirs.mtu),
         global_route=mine.link_layer == "ETHERNET" or mine.global_only or theirs.global_only,
-        timeout=timeout,
-        retry_cnt=retry_cnt,
-        max_rd_atomic=reads,
-        max_dest_rd_atomic=reads,
+        reads=min(mine.reads, theirs.reads),
     )

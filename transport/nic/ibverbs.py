@@ -1,4 +1,4 @@
-"""The second provider, on PyPI's ``ibverbs``: one wheel for every CPython from 3.9 on, which opens the system's libibverbs when
+"""The second package, PyPI's ``ibverbs``: one wheel for every CPython from 3.9 on, which opens the system's libibverbs when
 it is imported. It exports no addresses either; they are found as with pyverbs."""
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 from ..errors import NotSupported
 from ..words import layout as at
-from .native import HOP_LIMIT, LINK_LAYERS, DmaBufMR, NativeContext, Package, fork_init, library, release
-from .provider import Context, Provider, Route
+from .attributes import Route
+from .libibverbs import HOP_LIMIT, LINK_LAYERS, DmaBufMR, fork_init, library, release
 
 
-class IbverbsProvider(Provider):
-    """Raises ``NotSupported`` where ibverbs cannot be imported, with the reason."""
+class Ibverbs:
+    """As ``pyverbs.Pyverbs``. Raises ``NotSupported`` where ibverbs cannot be imported, with the reason."""
+
+    # The package does not say; adapters have as much in both directions.
+    renamed: ClassVar = {"max_qp_init_rd_atom": "max_qp_rd_atom"}
 
     def __init__(self) -> None:
         try:
@@ -24,28 +27,19 @@ class IbverbsProvider(Provider):
         fork_init()
 
     def devices(self) -> list[str]:
-        return sorted(device.name for device in self._list())
+        return sorted(self._found())
 
-    def _list(self) -> list[Any]:
+    def _found(self) -> dict[str, Any]:
         try:
-            return list(self.package.get_device_list())
+            return {device.name: device for device in self.package.get_device_list()}
         except OSError:  # no uverbs driver: no RDMA here, which is no error
-            return []
+            return {}
 
-    def open(self, name: str) -> Context:
-        for device in self._list():
-            if device.name == name:
-                return NativeContext(Ibverbs(self.package, device))
-        raise NotSupported("libibverbs has no such device", device=name)
-
-
-class Ibverbs(Package):
-    # The package does not say; adapters have as much in both directions.
-    renamed: ClassVar = {"max_qp_init_rd_atom": "max_qp_rd_atom"}
-
-    def __init__(self, package: Any, device: Any) -> None:
-        self.package, self.found = package, device
-        super().__init__(device.name)
+    def new_context(self, name: str) -> Any:
+        found = self._found().get(name)
+        if found is None:
+            raise NotSupported("libibverbs has no such device", device=name)
+        return found.open()
 
     def global_only(self, attr: Any) -> bool:
         return LINK_LAYERS[attr.link_layer] == "INFINIBAND"  # the package does not say, and it never hurts
@@ -68,9 +62,6 @@ class Ibverbs(Package):
         )
         native.modify(mask | at.QP_ATTR_MASK["ah_attr"], ah_attr=vector, **fields)
 
-    def new_context(self) -> Any:
-        return self.found.open()
-
     def new_domain(self, native: Any) -> Any:
         return native.alloc_pd()
 
@@ -89,17 +80,8 @@ class Ibverbs(Package):
     def new_shared_queue(self, pd: Any, depth: int) -> Any:
         return pd.create_srq(depth, 1)
 
-    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
-        wanted = self.package.QPInitAttr(
-            send_cq=cq,
-            recv_cq=cq,
-            srq=srq,
-            max_send_wr=depth,
-            max_recv_wr=0,
-            max_send_sge=max_sge,
-            max_recv_sge=0,
-            max_inline_data=max_inline,
-        )
-        pair = pd.create_qp(wanted)
+    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_inline: int) -> tuple[Any, int, int]:
+        sizes = {"max_send_wr": depth, "max_recv_wr": 0, "max_send_sge": 1, "max_recv_sge": 0, "max_inline_data": max_inline}
+        pair = pd.create_qp(self.package.QPInitAttr(send_cq=cq, recv_cq=cq, srq=srq, **sizes))
         granted = pair.query()[1]
         return pair, granted.max_send_wr, granted.max_inline_data

@@ -1,9 +1,15 @@
-"""The part that both providers share: finding the native structures behind Python objects, and the events of libibverbs.
+"""The native RDMA resources of a device, made by a Python package (``pyverbs``, ``ibverbs``), found behind its objects.
+
+Each object here owns one native object; ``close`` is idempotent. The owner of a resource closes it before those that it was
+made from (queue pair, then queues, then memory regions, then the context, which closes what is left). Posting and polling do
+not pass through here: kernels get the native addresses, and call through the operations table of the context
+(``words/completions``). Names are those of libibverbs. Every failure is an ``RdmaError`` that names the device. In a forked
+child ``close`` does nothing: the native objects are the parent's.
 
 A package's object hides its C pointer. ``find`` looks for it in the object's body: every word there that points to readable
 memory (asked of the kernel with ``process_vm_readv``: a wrong guess is an error, never a crash) whose content is what is
 publicly known of the object. It is the one or it is refused: none, or two different ones, is a ``NotSupported``, and nothing
-has been called through a guess. Everything found is checked once more where a queue pair names it (``NativeQueuePair``).
+has been called through a guess. Everything found is checked once more where a queue pair names it (``QueuePair``).
 
 A context lives until it is closed, or until the process ends and the kernel takes all of it back: destructors of the packages
 never run by themselves. In a forked child each object has one reference too many for ever, so that no destructor there
@@ -13,7 +19,6 @@ destructors would run in any order.
 
 from __future__ import annotations
 
-import abc
 import atexit
 import ctypes
 import dataclasses
@@ -23,39 +28,24 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Mapping
-from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 from ..errors import NotSupported, RdmaError
-from ..memory import attach
+from ..memory import mapping
 from ..words import layout as at
-from .provider import (
-    LOCAL,
-    REMOTE_READ,
-    REMOTE_WRITE,
-    CompletionQueue,
-    Context,
-    DeviceAttr,
-    MemoryRegion,
-    PortAttr,
-    QueuePair,
-    Route,
-    SharedReceiveQueue,
-)
+from .attributes import LOCAL, REMOTE_READ, REMOTE_WRITE, DeviceAttr, PortAttr, Route
+from .ibverbs import Ibverbs
+from .libibverbs import LINK_LAYERS, library
+from .pyverbs import Pyverbs
 from .status import event_name, failure, registration_failure
 
+Package = Pyverbs | Ibverbs
 MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 """Bytes to ``enum ibv_mtu``."""
 _BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}
 _PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
-HOP_LIMIT = 64
-"""How many routers a packet on a global route may pass. IP packets usually start with as many."""
-LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
-_WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
-_SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
 _OBJECT_HEADER = 16
-_FORK_UNNEEDED = 2
 _ACCESS = {
     LOCAL: at.ACCESS_LOCAL_WRITE,
     REMOTE_READ: at.ACCESS_LOCAL_WRITE | at.ACCESS_REMOTE_READ,
@@ -64,16 +54,11 @@ _ACCESS = {
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
-def gbit_per_s(width: int, speed: int) -> float:
-    """The rate that a port's ``active_width`` and ``active_speed`` codes stand for; 0 if they are unknown."""
-    return _WIDTHS.get(width, 0) * _SPEEDS.get(speed, 0.0)
-
-
 def peek(address: int, nbytes: int) -> bytes | None:
     """A copy of our own memory there, or ``None`` where there is none."""
     buffer = ctypes.create_string_buffer(nbytes)
     try:
-        attach.transfer(os.getpid(), ctypes.addressof(buffer), address, nbytes, write=False)
+        mapping.transfer(os.getpid(), ctypes.addressof(buffer), address, nbytes, write=False)
     except NotSupported:
         raise NotSupported(
             "this system does not let a process ask for its own memory (process_vm_readv), so native queues cannot be found",
@@ -137,43 +122,10 @@ def _is_event_fd(fd: int) -> bool:
         return False
 
 
-def library() -> ctypes.CDLL:
-    """The libibverbs that the packages use as well: a process has one of that name."""
-    lib = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    lib.ibv_get_async_event.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    lib.ibv_ack_async_event.argtypes = (ctypes.c_void_p,)
-    lib.ibv_ack_async_event.restype = None
-    if hasattr(lib, "ibv_reg_dmabuf_mr"):
-        lib.ibv_reg_dmabuf_mr.argtypes = (c_void_p, c_uint64, c_size_t, c_uint64, c_int, c_int)
-        lib.ibv_reg_dmabuf_mr.restype = c_void_p
-    lib.ibv_dereg_mr.argtypes = (c_void_p,)
-    return lib
-
-
-def fork_init() -> None:
-    """Keep registered memory the parent's in a fork. Call it before the first device is opened. Kernels from 5.12 on do this by
-    themselves (a fork copies pinned pages), and so do some older ones of distributions; libibverbs knows. On other kernels
-    libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``): a child that touches anything in such a page
-    dies. So this asks for that only where it is needed."""
-    lib = library()
-    if hasattr(lib, "ibv_is_fork_initialized") and lib.ibv_is_fork_initialized() == _FORK_UNNEEDED:
-        return
-    code = lib.ibv_fork_init()
-    if code:
-        raise failure("", "ibv_fork_init", code, hint="call rdmarpc before anything else registers memory")
-
-
-def release() -> str:
-    """The file name of the loaded libibverbs, for people: ``"libibverbs.so.1.14.44.0"``."""
-    with open("/proc/self/maps") as maps:
-        names = {line.rsplit("/", 1)[1].strip() for line in maps if "/libibverbs.so" in line}
-    return ", ".join(sorted(names))
-
-
 class _Owner:
     """One native object, held by the package's object ``native``."""
 
-    def __init__(self, context: NativeContext, native: Any) -> None:
+    def __init__(self, context: Context, native: Any) -> None:
         self.context, self.native = context, native
         context.children.append(self)
 
@@ -187,77 +139,59 @@ class _Owner:
         self.context.end(self)
 
 
-class NativeMemoryRegion(_Owner, MemoryRegion):
-    def __init__(self, context: NativeContext, native: Any, address: int) -> None:
+class MemoryRegion(_Owner):
+    """Registered memory (``ibv_mr``): the keys hold until ``close``. ``address``: what work requests call its first byte."""
+
+    def __init__(self, context: Context, native: Any, address: int) -> None:
         super().__init__(context, native)
-        self.address, self.lkey, self.rkey = address, native.lkey, native.rkey
+        self.address: int = address
+        self.lkey: int = native.lkey
+        self.rkey: int = native.rkey
 
 
-class DmaBufMR:
-    """An ``ibv_mr`` over a dma-buf, for packages that make none. Named after that of pyverbs, and as there the first byte is
-    called by its offset in the buffer. Raises ``OSError``."""
+class CompletionQueue(_Owner):
+    """``ibv_cq`` at ``address``, with a completion channel of its own (at ``words/layout.CQ_CHANNEL``).
 
-    def __init__(self, lib: ctypes.CDLL, pd: int, length: int, access: int, fd: int, offset: int) -> None:
-        if not hasattr(lib, "ibv_reg_dmabuf_mr"):
-            raise OSError(errno.ENOSYS, "this libibverbs has no ibv_reg_dmabuf_mr")
-        self._lib = lib
-        ctypes.set_errno(0)
-        self._mr = lib.ibv_reg_dmabuf_mr(pd, offset, length, offset, fd, access)
-        if not self._mr:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        self.lkey = c_uint32.from_address(self._mr + at.MR_LKEY).value
-        self.rkey = c_uint32.from_address(self._mr + at.MR_RKEY).value
+    ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its events by ``ibv_get_cq_event``,
+    never by reading the descriptor (some drivers count their arm sequence in there), and acknowledge each before ``close``,
+    which would wait for it for ever."""
 
-    def close(self) -> None:
-        if code := self._lib.ibv_dereg_mr(self._mr):
-            raise OSError(code, os.strerror(code))
-
-
-class NativeCompletionQueue(_Owner, CompletionQueue):
-    def __init__(self, context: NativeContext, native: Any, channel: Any) -> None:
+    def __init__(self, context: Context, native: Any, channel: Any) -> None:
         super().__init__(context, native)
         self.channel = channel
-        self._channel = find(
-            channel,
-            "ibv_comp_channel",
-            lambda p: (
-                word(p + at.CHANNEL_CONTEXT) == context.address
-                and getattr(channel, "fd", half(p + at.CHANNEL_FD)) == half(p + at.CHANNEL_FD)
-                and _is_event_fd(half(p + at.CHANNEL_FD))
-            ),
-        )
+
+        def is_channel(p: int) -> bool:
+            fd = half(p + at.CHANNEL_FD)
+            return word(p + at.CHANNEL_CONTEXT) == context.address and getattr(channel, "fd", fd) == fd and _is_event_fd(fd)
+
+        self._channel = find(channel, "ibv_comp_channel", is_channel)
         self.channel_fd = half(self._channel + at.CHANNEL_FD)
         os.set_blocking(self.channel_fd, False)
-        self.depth = native.cqe
+        self.depth: int = native.cqe
+        parents = struct.pack("<QQ", context.address, self._channel)
         self.address = find(
-            native,
-            "ibv_cq",
-            lambda p: (
-                word(p + at.CQ_CONTEXT) == context.address
-                and word(p + at.CQ_CHANNEL) == self._channel
-                and half(p + at.CQ_CQE) == self.depth
-            ),
+            native, "ibv_cq", lambda p: peek(p + at.CQ_CONTEXT, 16) == parents and half(p + at.CQ_CQE) == self.depth
         )
 
 
-class NativeSharedReceiveQueue(_Owner, SharedReceiveQueue):
-    def __init__(self, context: NativeContext, native: Any, depth: int) -> None:
+class SharedReceiveQueue(_Owner):
+    """``ibv_srq`` at ``address``."""
+
+    def __init__(self, context: Context, native: Any, depth: int) -> None:
         super().__init__(context, native)
         self.depth = depth
-        self.address = find(
-            native,
-            "ibv_srq",
-            lambda p: word(p + at.SRQ_CONTEXT) == context.address and word(p + at.SRQ_PD) == context.pd_address,
-        )
+        parents = struct.pack("<QQ", context.address, context.pd_address)
+        self.address = find(native, "ibv_srq", lambda p: peek(p + at.SRQ_CONTEXT, 16) == parents)
 
 
-class NativeQueuePair(_Owner, QueuePair):
+class QueuePair(_Owner):
+    """A reliable connected ``ibv_qp`` at ``address``; ``depth`` and ``max_inline`` (bytes) as granted."""
+
     def __init__(
-        self, context: NativeContext, native: Any, cq: CompletionQueue, srq: SharedReceiveQueue, depth: int, max_inline: int
+        self, context: Context, native: Any, cq: CompletionQueue, srq: SharedReceiveQueue, depth: int, max_inline: int
     ) -> None:
         super().__init__(context, native)
-        self.qp_num = native.qp_num
+        self.qp_num: int = native.qp_num
         self.depth, self.max_inline = depth, max_inline
         parents = struct.pack("<QQQQ", context.pd_address, cq.address, cq.address, srq.address)
         self.address = find(
@@ -278,6 +212,7 @@ class NativeQueuePair(_Owner, QueuePair):
             self.context.call(verb, lambda: self.context.package.modify(native, fields, route))
 
     def connect(self, route: Route) -> None:
+        """Bring the queue pair from INIT to ready-to-receive and ready-to-send."""
         self.modify(
             "ibv_modify_qp to RTR",
             route,
@@ -285,7 +220,7 @@ class NativeQueuePair(_Owner, QueuePair):
             path_mtu=MTU[route.mtu],
             dest_qp_num=route.dest_qp_num,
             rq_psn=route.rq_psn,
-            max_dest_rd_atomic=route.max_dest_rd_atomic,
+            max_dest_rd_atomic=route.reads,
             min_rnr_timer=12,  # 0.64 ms
         )
         self.modify(
@@ -294,73 +229,24 @@ class NativeQueuePair(_Owner, QueuePair):
             sq_psn=route.sq_psn,
             timeout=route.timeout,
             retry_cnt=route.retry_cnt,
-            rnr_retry=7,  # for ever
-            max_rd_atomic=route.max_rd_atomic,
+            rnr_retry=7,  # for ever: a slow receiver is no error
+            max_rd_atomic=route.reads,
         )
 
     def error(self) -> None:
+        """Bring the queue pair to the error state: posts are flushed, and no data of the peer lands any more. Idempotent."""
         with self.context.lock:
             if self.native is not None and not self.context.foreign():
                 self.modify("ibv_modify_qp to ERR", qp_state=at.QPS_ERR)
 
 
-class Package(abc.ABC):
-    """Makes and changes the native objects of one device through a Python package; each package has a subclass. ``native`` is
-    the package's context, ``pd`` its protection domain. Exceptions of the package pass through."""
+class Context:
+    """An open device with a protection domain. ``address``: of the ``ibv_context``; ``async_fd`` (non-blocking): readable when
+    something happened to the device. Thread-safe."""
 
-    renamed: ClassVar[Mapping[str, str]]
-    """Attributes of a device whose names in the package differ from those of libibverbs."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        """The device's name."""
-
-    @abc.abstractmethod
-    def errno_of(self, error: Exception) -> int | None:
-        """The errno behind an exception of the package; ``None`` if the exception does not come from a verb."""
-
-    @abc.abstractmethod
-    def global_only(self, attr: Any) -> bool:
-        """``PortAttr.global_only``, of the package's attributes of a port."""
-
-    @abc.abstractmethod
-    def modify(self, native: Any, fields: dict[str, int], route: Route | None) -> None:
-        """``ibv_modify_qp`` with exactly these fields, and with an address vector made of ``route``."""
-
-    @abc.abstractmethod
-    def new_context(self) -> Any: ...
-
-    @abc.abstractmethod
-    def new_domain(self, native: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def new_region(self, pd: Any, address: int, nbytes: int, access: int) -> Any: ...
-
-    @abc.abstractmethod
-    def new_dma_buf_region(self, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
-        """Make a ``DmaBufMR``, or the package's own class of that kind. ``pd_address``: the address of the ``ibv_pd``."""
-
-    @abc.abstractmethod
-    def new_channel(self, native: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def new_queue(self, native: Any, depth: int, channel: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def new_shared_queue(self, pd: Any, depth: int) -> Any: ...
-
-    @abc.abstractmethod
-    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
-        """The object, and the depth and bytes inline that were granted."""
-
-
-class NativeContext(Context):
-    """The part of a context that is the same for every package."""
-
-    def __init__(self, package: Package) -> None:
-        name = self.name = package.name
-        self.package = package
-        self.native: Any = self._attempt("ibv_open_device", package.new_context)
+    def __init__(self, package: Package, name: str) -> None:
+        self.package, self.name = package, name
+        self.native: Any = self._attempt("ibv_open_device", lambda: package.new_context(name))
         self.lock = threading.RLock()
         self.children: list[Any] = []
         self.lib = library()
@@ -371,8 +257,6 @@ class NativeContext(Context):
         self.pd = self.call("ibv_alloc_pd", lambda: package.new_domain(self.native))
         self.pd_address = find(self.pd, "ibv_pd", lambda p: word(p + at.PD_CONTEXT) == self.address)
         _open.add(self)
-
-    # -- the seam
 
     def call(self, verb: str, make: Callable[[], Any]) -> Any:
         """Run ``make``; what the package raises becomes an error of ours."""
@@ -405,12 +289,13 @@ class NativeContext(Context):
             max_mtu=_BYTES_OF_MTU.get(attr.max_mtu, 0),
             active_mtu=_BYTES_OF_MTU.get(attr.active_mtu, 0),
             max_msg_sz=attr.max_msg_sz,
-            gid_tbl_len=attr.gid_tbl_len,
-            gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
             global_only=self.package.global_only(attr),
         )
 
     def register(self, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> MemoryRegion:
+        """Register memory. ``access``: ``LOCAL``, ``REMOTE_READ`` or ``REMOTE_WRITE``. Raises ``RegistrationError`` with the
+        limit that was met (memlock, max_mr_size, max_mr) and how to raise it. ``device_memory``: ``address`` is a GPU's
+        (``gpudirect.PEERMEM``)."""
         # libibverbs may change the mappings of the whole range before the kernel refuses it.
         if not device_memory and (peek(address, 1) is None or peek(address + nbytes - 1, 1) is None):
             raise registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
@@ -418,14 +303,19 @@ class NativeContext(Context):
             native = self.call("ibv_reg_mr", lambda: self.package.new_region(self.pd, address, nbytes, _ACCESS[access]))
         except RdmaError as error:
             raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
-        return self.add(NativeMemoryRegion, native, address)
+        return self.add(MemoryRegion, native, address)
 
     def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
+        """Register ``nbytes`` of a dma-buf from ``offset`` on (``ibv_reg_dmabuf_mr``), for this process and for peers. The
+        address of the first byte in work requests is ``offset``. The caller may close ``fd`` afterwards. Raises ``RdmaError``
+        with the errno's name as ``status``."""
         place, access = (self.pd, self.pd_address), _ACCESS[REMOTE_WRITE]
         native = self.call("ibv_reg_dmabuf_mr", lambda: self.package.new_dma_buf_region(*place, fd, offset, nbytes, access))
-        return self.add(NativeMemoryRegion, native, offset)
+        return self.add(MemoryRegion, native, offset)
 
     def dma_buf_status(self) -> str:
+        """The name of the errno with which registering a dma-buf of an invalid descriptor fails
+        (``gpudirect.Adapter.status``)."""
         try:
             self.register_dma_buf(-1, 0, mmap.PAGESIZE).close()
         except RdmaError as error:
@@ -435,19 +325,18 @@ class NativeContext(Context):
     def completion_queue(self, depth: int) -> CompletionQueue:
         channel = self.call("ibv_create_comp_channel", lambda: self.package.new_channel(self.native))
         queue = self.call("ibv_create_cq", lambda: self.package.new_queue(self.native, depth, channel))
-        return self.add(NativeCompletionQueue, queue, channel)
+        return self.add(CompletionQueue, queue, channel)
 
     def shared_receive_queue(self, depth: int) -> SharedReceiveQueue:
         queue = self.call("ibv_create_srq", lambda: self.package.new_shared_queue(self.pd, depth))
-        return self.add(NativeSharedReceiveQueue, queue, depth)
+        return self.add(SharedReceiveQueue, queue, depth)
 
-    def queue_pair(
-        self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
-    ) -> QueuePair:
-        assert isinstance(cq, NativeCompletionQueue) and isinstance(srq, NativeSharedReceiveQueue)
+    def queue_pair(self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_inline: int) -> QueuePair:
+        """Make a queue pair in state INIT, with remote READ and WRITE allowed. The device may grant less than
+        ``max_inline``."""
         queues = cq.owned(), srq.owned()
         while True:
-            make = functools.partial(self.package.new_queue_pair, self.pd, *queues, depth, max_sge, max_inline)
+            make = functools.partial(self.package.new_queue_pair, self.pd, *queues, depth, max_inline)
             try:
                 native, granted, inline = self.call("ibv_create_qp", make)
                 break
@@ -455,7 +344,7 @@ class NativeContext(Context):
                 if not max_inline or error.status not in ("EINVAL", "ENOMEM", "ENOSPC"):
                     raise
                 max_inline //= 2
-        pair = self.add(NativeQueuePair, native, cq, srq, granted, inline)
+        pair = self.add(QueuePair, native, cq, srq, granted, inline)
         try:
             pair.modify(
                 "ibv_modify_qp to INIT",
@@ -470,6 +359,8 @@ class NativeContext(Context):
         return pair
 
     def async_event(self) -> str | None:
+        """The next asynchronous event by name (``"QP_FATAL"``, ``"PORT_ERR"``, ...), acknowledged; ``None`` when there is
+        none."""
         event = ctypes.create_string_buffer(at.ASYNC_EVENT_BYTES)
         with self.lock:
             if self.native is None or self.foreign():
@@ -509,7 +400,7 @@ class NativeContext(Context):
                 self.call("ibv_destroy_comp_channel", channel.close)
 
     def close(self) -> None:
-        order = (NativeQueuePair, NativeSharedReceiveQueue, NativeCompletionQueue, NativeMemoryRegion)
+        order = (QueuePair, SharedReceiveQueue, CompletionQueue, MemoryRegion)
         with self.lock:
             if self.native is None or self.foreign():
                 return
@@ -530,11 +421,11 @@ class NativeContext(Context):
 
     def natives(self) -> list[Any]:
         """Every object of the package that a destructor could end."""
-        channels = [child.channel for child in self.children if isinstance(child, NativeCompletionQueue)]
+        channels = [child.channel for child in self.children if isinstance(child, CompletionQueue)]
         return [child.native for child in self.children] + channels + [self.pd, self.native]
 
 
-_open: set[NativeContext] = set()
+_open: set[Context] = set()
 
 
 def _keep() -> None:

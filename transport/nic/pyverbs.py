@@ -1,4 +1,4 @@
-"""The provider on pyverbs, the Python package of rdma-core: the distribution's, since it must match the system's libibverbs."""
+"""The first package, pyverbs of rdma-core: the distribution's, since it must match the system's libibverbs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from ..errors import NotSupported
 from ..words import layout as at
-from .native import HOP_LIMIT, NativeContext, Package, fork_init, release
-from .provider import Context, Provider, Route
+from .attributes import Route
+from .libibverbs import HOP_LIMIT, fork_init, release
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
 """The folders where Debian, Fedora and SUSE install pyverbs."""
@@ -78,42 +78,44 @@ def _load() -> str:
     )
 
 
-class PyverbsProvider(Provider):
-    """Raises ``NotSupported`` where pyverbs cannot be imported, with the reason."""
+class Pyverbs:
+    """What makes and changes native objects. Raises ``NotSupported`` where pyverbs cannot be imported, with the reason.
+
+    ``native`` is the package's context, ``pd`` its protection domain. Exceptions of the package pass through."""
+
+    renamed: ClassVar = {"fw_ver": "fw_version"}
+    """Attributes of a device whose names in the package differ from those of libibverbs."""
 
     def __init__(self) -> None:
         folder = _load()
         self.name = f"pyverbs in {folder} ({release()})"
-        fork_init()
-
-    def devices(self) -> list[str]:
-        pyverbs: Any = importlib.import_module("pyverbs.device")
-        try:
-            return sorted(device.name.decode() for device in pyverbs.get_device_list())
-        except Exception:  # no uverbs driver: no RDMA here, which is no error
-            return []
-
-    def open(self, name: str) -> Context:
-        return NativeContext(Pyverbs(name))
-
-
-class Pyverbs(Package):
-    renamed: ClassVar = {"fw_ver": "fw_version"}
-
-    def __init__(self, name: str) -> None:
+        """The package and its version, for people."""
         self.addr, self.cq, self.dev, self.mr, self.pds, self.qp, self.srq = (
             importlib.import_module(f"pyverbs.{module}") for module in _MODULES
         )
-        super().__init__(name)
+        fork_init()
+
+    def devices(self) -> list[str]:
+        """Names of the RDMA devices of this host; empty where there is none, or no driver."""
+        try:
+            return sorted(device.name.decode() for device in self.dev.get_device_list())
+        except Exception:  # no uverbs driver: no RDMA here, which is no error
+            return []
+
+    def new_context(self, name: str) -> Any:
+        return self.dev.Context(name=name)
 
     def global_only(self, attr: Any) -> bool:
+        """``PortAttr.global_only``, of the package's attributes of a port."""
         return bool(attr.flags & _GRH_REQUIRED)
 
     def errno_of(self, error: Exception) -> int | None:
+        """The errno behind an exception of the package; ``None`` if the exception does not come from a verb."""
         code = getattr(error, "error_code", None)
         return code if isinstance(code, int) else None
 
     def modify(self, native: Any, fields: dict[str, int], route: Route | None) -> None:
+        """``ibv_modify_qp`` with exactly these fields, and with an address vector made of ``route``."""
         attr, mask = self.qp.QPAttr(), 0
         for field, value in fields.items():
             setattr(attr, field, value)
@@ -130,9 +132,6 @@ class Pyverbs(Package):
         path = self.addr.GlobalRoute(dgid=dgid, sgid_index=route.sgid_index, hop_limit=HOP_LIMIT)
         return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=1, gr=path)
 
-    def new_context(self) -> Any:
-        return self.dev.Context(name=self.name)
-
     def new_domain(self, native: Any) -> Any:
         return self.pds.PD(native)
 
@@ -140,8 +139,9 @@ class Pyverbs(Package):
         return self.mr.MR(pd, nbytes, access, address=address)
 
     def new_dma_buf_region(self, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        """``pd_address``: the address of the ``ibv_pd``, for a package that has no class for it."""
         if not hasattr(self.mr, "DmaBufMR"):
-            raise NotSupported("this pyverbs has no DmaBufMR", device=self.name, status="ENOSYS", hint="rdma-core 34 or newer")
+            raise NotSupported("this pyverbs has no DmaBufMR", device="verbs", status="ENOSYS", hint="rdma-core 34 or newer")
         return self.mr.DmaBufMR(pd, nbytes, access, dmabuf=fd, offset=offset)
 
     def new_channel(self, native: Any) -> Any:
@@ -153,8 +153,9 @@ class Pyverbs(Package):
     def new_shared_queue(self, pd: Any, depth: int) -> Any:
         return self.srq.SRQ(pd, self.srq.SrqInitAttr(self.srq.SrqAttr(max_wr=depth, max_sge=1)))
 
-    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
-        cap = self.qp.QPCap(max_send_wr=depth, max_recv_wr=0, max_send_sge=max_sge, max_recv_sge=0, max_inline_data=max_inline)
+    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_inline: int) -> tuple[Any, int, int]:
+        """The object, and the depth and bytes inline that were granted."""
+        cap = self.qp.QPCap(max_send_wr=depth, max_recv_wr=0, max_send_sge=1, max_recv_sge=0, max_inline_data=max_inline)
         wanted = self.qp.QPInitAttr(qp_type=at.QPT_RC, scq=cq, rcq=cq, srq=srq, cap=cap, sq_sig_all=0)
         pair = self.qp.QP(pd, wanted)
         return pair, wanted.max_send_wr, wanted.max_inline_data

@@ -12,7 +12,7 @@ import resource
 from dataclasses import dataclass
 
 from ..errors import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
-from .provider import DeviceAttr
+from .attributes import DeviceAttr
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..peers.address import interface_address
 from ..sandboxed import processors
-from .provider import Gid
+from .attributes import Gid
 
 ROOT = "/sys/class/infiniband"
 NETWORK = "/sys/class/net"

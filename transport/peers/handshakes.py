@@ -50,7 +50,7 @@ class Handshakes:
         *,
         wake: Callable[[], None],
         guard: Guard,
-        admits: Callable[[socket.socket], bool] = lambda sock: True,
+        admits: Callable[[socket.socket], bool],
     ) -> None:
         listener.setblocking(False)
         self.listener = listener
@@ -146,7 +146,7 @@ class Handshakes:
 
     def end(self) -> None:
         """Release the callbacks, after ``hang_up``. Connections that come from now on are closed."""
-        self._welcome, self._wake = socket.socket.close, nobody
+        self._welcome, self._wake, self._admits = socket.socket.close, nobody, bool
 
     def drop(self) -> None:
         """In a forked child, close our copies of the sockets. Takes no lock, as a thread of the parent may hold it."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from ..errors import PeerLost, RdmaError
 from ..sandboxed import REFUSED
-from .ended import nobody
 from .guard import Guard, broken_by
 from .handshakes import Handshakes
 from .heartbeat import Looks
@@ -27,28 +26,17 @@ _RETRY_S = _END_PAUSE_S = 0.05
 
 
 class Service:
-    """Owns its listener, whose connections go to ``welcome`` (``Handshakes``), from ``start`` on. ``hear`` (with what was given
-    to ``watch``), ``flush`` (the same; there is room to send) and ``look`` (the same, and the seconds that the look counts for)
-    run on the thread of the service, and must not block. What they raise is an end of that channel alone: ``lost`` is called
-    with it and why. ``linger_s``: how long ``stop`` waits for the peers to hang up, too."""
+    """Owns its listener, whose connections go to the device's ``_welcome`` (``Handshakes``), from ``start`` on. ``_hear`` (with
+    what was given to ``watch``), ``_flush`` (the same; there is room to send) and ``_look`` (the same, and the seconds that the
+    look counts for) of the device run on the thread of the service, and must not block. What they raise is an end of that
+    channel alone: ``lost`` is called with it and why. ``linger_s`` of the device: how long ``stop`` waits for the peers to hang
+    up, too."""
 
-    def __init__(
-        self,
-        name: str,
-        listener: socket.socket,
-        looks: Looks,
-        *,
-        welcome: Callable[[socket.socket], None],
-        hear: Callable[[Any], None],
-        look: Callable[[Any, float], None],
-        lost: Callable[[Any, RdmaError], None],
-        guard: Guard,
-        flush: Callable[[Any], None] = nobody,
-        admits: Callable[[socket.socket], bool] = lambda sock: True,
-        linger_s: float = 0.0,
-    ) -> None:
-        self.looks, self._name, self._guard, self._linger_s = looks, name, guard, linger_s
-        self._hear, self._flush, self._look, self._lost = hear, flush, look, lost
+    def __init__(self, device: Any, listener: socket.socket, guard: Guard) -> None:
+        """``device``: a ``ListeningDevice``."""
+        self._device, self._name, self._guard = device, device.name, guard
+        self.looks: Looks = device._looks
+        self._linger_s: float = device.linger_s
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Files, not their numbers: whoever wakes a service that has ended must not write to another file.
         self._woken, self._wake = io.FileIO(woken, "r"), io.FileIO(wake, "w")
@@ -61,8 +49,8 @@ class Service:
         self._watched: dict[int, tuple[socket.socket, Any]] = {}
         self._asked: deque[tuple[int, Any]] = deque()
         self._stop_at = 0.0
-        self.handshakes = Handshakes(listener, welcome, wake=self.wake, guard=guard, admits=admits)
-        self._thread = threading.Thread(target=self._run, name=f"rdmarpc-{name}", daemon=True)
+        self.handshakes = Handshakes(listener, device._welcome, wake=self.wake, guard=guard, admits=device._admits)
+        self._thread = threading.Thread(target=self._run, name=f"rdmarpc-{device.name}", daemon=True)
 
     def _epoll_or_poll(self, listener: socket.socket) -> Any:
         """What listens to these and to all that is watched: epoll, or POSIX's poll where a sandbox forbids that."""
@@ -128,9 +116,10 @@ class Service:
                 self._guard.note(error, "serving peers")
                 time.sleep(_RETRY_S)
         for sock, channel in list(self._watched.values()):
-            self._attend(sock, "ending a channel", self._lost, channel, PeerLost("the device was closed", peer=channel.peer))
+            closed = PeerLost("the device was closed", peer=channel.peer)
+            self._attend(sock, "ending a channel", self._device.lost, channel, closed)
         self.drop()
-        self._hear = self._flush = self._look = self._lost = nobody
+        self._device = None
 
     def _serve(self) -> None:
         pauses = (self.looks.interval, self.handshakes.pause, _END_PAUSE_S if self._stop_at else None)
@@ -143,16 +132,16 @@ class Service:
                 while self._asked:
                     number, channel = self._asked.popleft()
                     if (found := self._watched.get(number)) is not None and found[1] is channel:
-                        self._attend(found[0], "hearing a peer", self._hear, channel)
+                        self._attend(found[0], "hearing a peer", self._device._hear, channel)
             elif (found := self._watched.get(fd)) is not None:
                 if events & OUT:
-                    self._attend(found[0], "sending to a peer", self._flush, found[1])
+                    self._attend(found[0], "sending to a peer", self._device._flush, found[1])
                 if events & ~OUT:
-                    self._attend(found[0], "hearing a peer", self._hear, found[1])
+                    self._attend(found[0], "hearing a peer", self._device._hear, found[1])
         self.handshakes.hang_up_on_the_slow()
         if seconds := self.looks.due():
             for sock, channel in list(self._watched.values()):
-                self._attend(sock, "looking after a peer", self._look, channel, seconds)
+                self._attend(sock, "looking after a peer", self._device._look, channel, seconds)
 
     def _attend(self, sock: socket.socket, doing: str, step: Callable[..., None], channel: Any, *args: Any) -> None:
         """Whatever goes wrong with one peer ends its channel and nothing else."""
@@ -162,7 +151,7 @@ class Service:
             if not isinstance(error, RdmaError):
                 self._guard.note(error, doing)
             try:
-                self._lost(channel, broken_by(error, doing, peer=channel.peer, device=self._name))
+                self._device.lost(channel, broken_by(error, doing, peer=channel.peer, device=self._name))
             except BaseException as another:
                 self._guard.note(another, "ending a channel")
                 self.forget(sock)

@@ -1,7 +1,7 @@
 """The connection between two processes of one host: the peer's segments are mapped here, a WRITE is one memcpy.
 
-Parts: ``inbox`` (what both ends share), ``memory`` (what of the peer is mapped), ``peers/questions`` (control messages that
-wait for an answer), ``requests`` (what is to fail when the channel ends).
+Parts: ``transfer`` (what both ends share, and posts), ``memory`` (what of the peer is mapped), ``peers/questions`` (control
+messages that wait for an answer).
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from ..channel import DONE, Channel, Local, Pair, Parent, Transfer, Window, Work, check_notify, sort_pair
+from ..channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..peers.handed import credentials, received
 from ..peers.heartbeat import Beats, goodbye
 from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import kernels
-from .inbox import Inboxes, Requests, WorkRequest
 from .memory import Attach, PeerMemory
-from .transfer import CmaTransfer, ShmMapped, ShmTransfer, ShmWindow
+from .transfer import CmaTransfer, Inboxes, ShmMapped, ShmTransfer, ShmWindow, WorkRequest
 
 # Control messages on the Unix socket, all of one size; SEGMENT (may be read) and LANDING (and written) carry a file descriptor.
 MESSAGE = struct.Struct("<BQQQQ")
@@ -73,22 +72,16 @@ def _answers(pid: int) -> bool:
         return True
 
 
-class Home(Parent, Protocol):
-    """The part of a device that its channels use."""
-
-    def forget(self, channel: ShmChannel) -> None:
-        """A channel has ended: stop watching it, and close its socket."""
-
-
 class ShmChannel(Channel):
     """See the contract in ``channel``. Copies of what is mapped are done when the call returns."""
 
-    device: Home
+    device: Any
+    """The ``ShmDevice``."""
     can_adopt = True
 
     def __init__(
         self,
-        device: Home,
+        device: Any,
         sock: socket.socket,
         inboxes: Inboxes,
         identity: tuple[int, int],
@@ -101,7 +94,6 @@ class ShmChannel(Channel):
         self.pid, _ = credentials(sock)
         self.peer, self.peer_hello = f"process {self.pid or '(of another PID namespace)'}", hello
         self.peer_uid, self.peer_memory = identity[0], PeerMemory(self, *identity, attach)
-        self.requests = Requests()
         self.questions = Questions()
         self.beats = Beats(inboxes.peer_bells)
         self.sending = threading.Lock()
@@ -110,7 +102,6 @@ class ShmChannel(Channel):
         self.socket_open = True
         self.broke = self.told = False
         self._single = WorkRequest(inboxes, None, ())
-        self.requests.add(self._single)
 
     # -- copies
 
@@ -282,13 +273,13 @@ class ShmChannel(Channel):
             if self.error is not None:
                 return False
             self.error = kept(error)
-        self.requests.disarm()
+        self.inboxes.end()
         self.questions.news()
         return True
 
     def forked(self, error: RdmaError) -> None:
         super().forked(error)
-        self.requests.forked()
+        self.inboxes.end()
 
     def lose(self, error: RdmaError) -> None:
         """``end`` a channel that broke, so was not closed here."""

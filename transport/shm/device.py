@@ -17,7 +17,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,19 +26,19 @@ from ..channel import Channel
 from ..device import DeviceOptions, host_id
 from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
-from ..memory.arena import Pool, Segment
-from ..memory.attach import why_not
-from ..memory.mapping import mapped, memfd
+from ..memory.arena import Segment
+from ..memory.mapping import mapped, memfd, why_not
 from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
 from ..peers.heartbeat import Heart
+from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
 from ..sandboxed import naming, processors
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
-from .inbox import INBOX_BYTES, Inboxes
 from .memory import Attach
+from .transfer import INBOX_BYTES, Inboxes
 
 _PROBE = struct.Struct("<Q")  # address of the probe word
 _SETUP = struct.Struct("<QIBI")  # uid, epoch, whether the peer's probe word could be read, length of the hello
@@ -58,36 +57,6 @@ class _Offer(NamedTuple):
     """Why the kernel does not let us copy from the peer's memory; empty if it does."""
 
 
-def _dial(uid: str, timeout: float) -> socket.socket:
-    """Connect to the listener of the device ``uid``. Raises ``NotSupported`` if another user listens there."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    deadline = time.monotonic() + timeout
-    try:
-        while True:
-            try:
-                sock.connect(f"\0rdmarpc-{uid}")
-                break
-            except BlockingIOError:  # too many are waiting to be accepted
-                if time.monotonic() > deadline:
-                    raise TimeoutError from None
-                time.sleep(_QUEUE_PAUSE_S)
-        if not _same_user(sock):
-            why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
-            raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
-        return sock
-    except PermissionError as error:
-        sock.close()
-        why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
-        hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
-        raise NotSupported(why, peer=uid, device="shm", hint=hint) from None
-    except ConnectionRefusedError:
-        sock.close()
-        raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
-    except BaseException:
-        sock.close()
-        raise
-
-
 def _try_attach(sock: socket.socket, probe: int) -> str:
     """Why the kernel does not let this process copy from the peer's memory; empty if it does. Both ends try at the same time,
     each a word of the other (``probe``: ours), and tell each other in their setups."""
@@ -104,6 +73,7 @@ class ShmDevice(ListeningDevice):
 
     kind = "shm"
     channel_type: type[ShmChannel] = ShmChannel
+    _others = "use auto, verbs or tcp"
 
     def __init__(self, options: DeviceOptions) -> None:
         if options.memory is not None and not options.memory.shared:
@@ -121,7 +91,7 @@ class ShmDevice(ListeningDevice):
                 listener.listen(128)
             credentials(listener)
             self._attach()
-            self._listen_on(listener, self._guard, admits=_same_user)
+            self._service = Service(self, listener, self._guard)
             self._service.start()
             undo.pop_all()
 
@@ -165,12 +135,38 @@ class ShmDevice(ListeningDevice):
             return "an address looks like shm:HOST:ID"
         return "" if fields[1] == host_id() else "the peer is on another host, or in another network namespace"
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self.check()
-        if why := self.why_not(peer):
-            raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
-        uid = peer.decode("ascii", "replace").split(":")[2]
-        return self._reach(partial(_dial, uid), uid, uid, hello=hello, timeout=timeout, pool=pool)
+    def _where(self, peer: str) -> tuple[str, str]:
+        uid = peer.split(":")[2]
+        return uid, uid
+
+    def _dial(self, where: str, timeout: float) -> socket.socket:
+        """Connect to the device with the uid ``where``. Raises ``NotSupported`` if another user listens there."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                try:
+                    sock.connect(f"\0rdmarpc-{where}")
+                    break
+                except BlockingIOError:  # too many are waiting to be accepted
+                    if time.monotonic() > deadline:
+                        raise TimeoutError from None
+                    time.sleep(_QUEUE_PAUSE_S)
+            if not _same_user(sock):
+                why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
+                raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
+            return sock
+        except PermissionError as error:
+            sock.close()
+            why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
+            hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
+            raise NotSupported(why, peer=where, device="shm", hint=hint) from None
+        except ConnectionRefusedError:
+            sock.close()
+            raise PeerLost("nobody listens there", peer=where, device="shm", status="NOBODY") from None
+        except BaseException:
+            sock.close()
+            raise
 
     @contextlib.contextmanager
     def _offer(self, sock: socket.socket) -> Iterator[_Offer]:
@@ -251,6 +247,9 @@ class ShmDevice(ListeningDevice):
         if channel.broke:  # just now, or as somebody sent
             self._finish(channel)
 
+    def _admits(self, sock: socket.socket) -> bool:
+        return _same_user(sock)
+
     def _hear(self, channel: ShmChannel) -> None:
         if not channel.receive():
             self._finish(channel)
@@ -281,15 +280,6 @@ class ShmDevice(ListeningDevice):
             channel.socket_open = False
             channel.sock.close()
             self._retire(channel)
-
-    def _forked(self) -> None:
-        for channel in list(self._channels):
-            channel.sock.close()
-        self._service.drop()
-
-    def _shut(self) -> None:
-        self._service.stop()
-        self._heart.stop()
 
 
 def _admit(channel: ShmChannel, segment: Segment) -> None:

@@ -1,5 +1,5 @@
 """The memory of a peer of this host, as the peer announced it: segments, which are mapped here, and foreign regions, which the
-kernel copies (``memory/attach``)."""
+kernel copies (``memory/mapping``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
 from ..memory import children
-from ..memory.attach import transfer
-from ..memory.mapping import address_of, mapped
+from ..memory.mapping import address_of, mapped, transfer
 from ..peers.guard import broken_by
 from ..region import LENT, RemoteRegion
 from ..words import kernels
@@ -25,8 +24,8 @@ Entry = tuple[int, int, int]
 
 
 class Attach(NamedTuple):
-    """What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/attach``). It may let one
-    and not the other."""
+    """What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/mapping``). It may let
+    one and not the other."""
 
     refused: str
     """Why this end may not; empty if it may."""

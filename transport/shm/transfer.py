@@ -1,36 +1,105 @@
-"""Transfers of a ``shm`` channel: a WRITE or READ of what is mapped is one memcpy, complete when the post returns."""
+"""What the two ends of a ``shm`` connection share, an inbox of each, and transfers: a WRITE or READ of what is mapped is one
+memcpy, complete when the post returns.
+
+An inbox is a memfd that the peer maps too: ``+0 closed`` (written by its owner), ``+64 inflight`` (written by the peer), then
+the notification records. The invariants are those of ``words/kernels``.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..channel import DONE, Mapped, Transfer, Window, Work
-from ..errors import RdmaError
+from ..memory.mapping import address_of
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
-from .inbox import Inboxes, Requests, WorkRequest
-from .memory import PeerMemory
+from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Bound in place of a tensor that was let go of."""
 
 
-class Posting(Protocol):
-    """The part of a channel that a post uses."""
+_RECORDS_AT = 4096
+INBOX_BYTES = _RECORDS_AT + MAX_NOTIFY * RECORD_BYTES
+_CLOSED_AT, _INFLIGHT_AT = 0, 64
 
-    inboxes: Inboxes
-    requests: Requests
-    peer_memory: PeerMemory
 
-    def check(self) -> None: ...
+class Inboxes:
+    """Our inbox, the peer's inbox and the peer's bells, as they are mapped here, and how much was posted."""
 
-    def ended(self) -> RdmaError:
-        """The reason why the channel has ended. Call it only after the end was found."""
+    def __init__(self, own: mmap.mmap, peer: mmap.mmap, peer_bells: mmap.mmap) -> None:
+        self._keep = (own, peer, peer_bells)
+        self._own, self._peer, self.peer_bells = map(address_of, self._keep)
+        self.peer_closed = self._peer + _CLOSED_AT
+        """Address of the word that is set when the peer has closed its inbox."""
+        self.inflight = self._peer + _INFLIGHT_AT
+        """Address of the count of our copies under way."""
+        self._stats = np.zeros(kernels.STATS_WORDS, np.int64)
+        self.stats = int(self._stats.ctypes.data)
 
-    def notify(self, imm: int) -> None: ...
+    def record(self, imm: int) -> int:
+        """Address of our record of a notification."""
+        return self._own + _RECORDS_AT + imm * RECORD_BYTES
+
+    def peer_record(self, imm: int) -> int:
+        return self._peer + _RECORDS_AT + imm * RECORD_BYTES
+
+    def totals(self) -> tuple[int, int]:
+        """Posts and bytes so far."""
+        return int(self._stats[0]), int(self._stats[1])
+
+    def close(self) -> None:
+        """Close our inbox: no copy of the peer begins from now on."""
+        kernels.store(self._own + _CLOSED_AT, 1)
+
+    def end(self) -> None:
+        """No copy of ours begins from now on, in this process."""
+        kernels.store(self.stats + 8 * kernels.STATS_OVER, 1)
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy of ours is under way."""
+        return kernels.load(self.inflight) > 0
+
+    @property
+    def peer_copies(self) -> bool:
+        """Whether a copy of the peer is under way, or it ended in the middle of one."""
+        return kernels.load(self._own + _INFLIGHT_AT) > 0
+
+    def quiesce(self, limit_ns: int) -> int:
+        """As ``kernels.quiesce``, for our copies."""
+        return kernels.quiesce(self.inflight, limit_ns)
+
+    def quiesce_peer(self, limit_ns: int) -> int:
+        """As ``kernels.quiesce``, for the peer's copies."""
+        return kernels.quiesce(self._own + _INFLIGHT_AT, limit_ns)
+
+
+class WorkRequest:
+    """A work request block (``words/kernels``). It does not refer to the channel, which would else stay alive."""
+
+    __slots__ = ("__weakref__", "_inboxes", "address", "block")
+
+    def __init__(self, inboxes: Inboxes, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
+        """``imm``: the notification that comes after the copies, each of (destination, source, bytes)."""
+        self._inboxes = inboxes
+        block = np.zeros(kernels.WR_HEAD + 3 * len(copies), np.int64)
+        block[kernels.WR_COUNT] = len(copies)
+        if imm is not None:
+            block[kernels.WR_RECORD] = inboxes.peer_record(imm)
+        block[kernels.WR_BELLS] = inboxes.peer_bells
+        block[kernels.WR_CLOSED] = inboxes.peer_closed
+        block[kernels.WR_INFLIGHT] = inboxes.inflight
+        block[kernels.WR_STATS] = inboxes.stats
+        block[kernels.WR_BYTES] = sum(nbytes for _, _, nbytes in copies)
+        for at, copy in enumerate(copies):
+            block[kernels.WR_HEAD + 3 * at : kernels.WR_HEAD + 3 * at + 3] = copy
+        self.block, self.address = block, block.ctypes.data
 
 
 class PreparedRequest(WorkRequest):
@@ -38,10 +107,9 @@ class PreparedRequest(WorkRequest):
 
     __slots__ = ("_channel",)
 
-    def __init__(self, channel: Posting, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, channel: Any, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
         self._channel = channel
         super().__init__(channel.inboxes, imm, copies)
-        channel.requests.add(self)
 
 
 class ShmTransfer(PreparedRequest, Transfer):
@@ -49,7 +117,7 @@ class ShmTransfer(PreparedRequest, Transfer):
 
     __slots__ = ("_sides",)
 
-    def __init__(self, channel: Posting, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
+    def __init__(self, channel: Any, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
         self._sides = sides
         copies = []
         for address, tensor, write in sides:
@@ -81,7 +149,7 @@ class CmaTransfer(Transfer):
 
     __slots__ = ("__weakref__", "_channel", "_imm", "_pairs")
 
-    def __init__(self, channel: Posting, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
+    def __init__(self, channel: Any, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._channel, self._pairs, self._imm = channel, pairs, imm
 
     def post(self) -> Work:
@@ -126,7 +194,7 @@ class ShmWindow(PreparedRequest, Window):
 
     __slots__ = ("_local", "_remote", "_tensor")
 
-    def __init__(self, channel: Posting, remote: int, local: torch.Tensor, imm: int) -> None:
+    def __init__(self, channel: Any, remote: int, local: torch.Tensor, imm: int) -> None:
         super().__init__(channel, imm, ())
         self._remote, self._local, self._tensor = remote, local.data_ptr(), local
 
@@ -142,7 +210,7 @@ class ShmMapped(PreparedRequest, Mapped):
 
     __slots__ = ("_inflight", "memory", "whole")
 
-    def __init__(self, channel: Posting, whole: memoryview, start: int, nbytes: int) -> None:
+    def __init__(self, channel: Any, whole: memoryview, start: int, nbytes: int) -> None:
         super().__init__(channel, None, ())
         self.whole, self.memory, self._inflight = whole, whole[start : start + nbytes], 0
 

@@ -29,12 +29,10 @@ from ..peers.service import Service
 from ..region import RemoteRegion
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
-from .access import Access
 from .hearing import READABLE
 from .outbox import Outbox
-from .posts import Posts
-from .reader import Reader
-from .transfer import TcpTransfer, TcpWindow
+from .reader import Access, Reader
+from .transfer import Posts, TcpTransfer, TcpWindow
 from .wire import BYE, CHECK, END_CLOSED, HEADER, MAX_COPIES, NOTIFY, refusal
 
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5

@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import socket
 import struct
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
-from ..memory.arena import Pool
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
 from ..peers.auth import receive_exactly
 from ..peers.guard import Guard
-from ..peers.handshakes import dial
 from ..peers.heartbeat import Heart
+from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
 from ..tls.stream import prepare
 from ..words import kernels
@@ -36,7 +34,6 @@ from .channel import TcpChannel
 from .wire import BEAT, END_BROKEN, END_SILENT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
-_LINGER_S = 1.0  # for the peers to hang up too, and to take what is sealed already
 
 
 class TcpDevice(ListeningDevice):
@@ -47,6 +44,8 @@ class TcpDevice(ListeningDevice):
     without a secret cannot listen anywhere else than on loopback.
     """
 
+    linger_s = 1.0
+
     def __init__(self, place: str, options: DeviceOptions) -> None:
         super().__init__("tcp", options)
         self._tls = prepare(options.tls, self.secret, "tcp")
@@ -55,7 +54,7 @@ class TcpDevice(ListeningDevice):
             listener = undo.enter_context(self._listen(place))
             self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
             undo.callback(self._heart.stop)
-            self._listen_on(listener, Guard("rdmarpc-tcp"), flush=lambda channel: channel.outbox.flush(), linger_s=_LINGER_S)
+            self._service = Service(self, listener, Guard("rdmarpc-tcp"))
             self.memory.attach(self)
             self._service.start()
             undo.pop_all()
@@ -147,12 +146,9 @@ class TcpDevice(ListeningDevice):
         good = len(fields) >= 4 and fields[0] == "tcp" and fields[-2].isdigit()
         return "" if good else "an address looks like tcp:HOST:PORT:ID"
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self.check()
-        if why := self.why_not(peer):
-            raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
-        where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
-        return self._reach(partial(dial, where, device="tcp"), where, uid, hello=hello, timeout=timeout, pool=pool)
+    def _where(self, peer: str) -> tuple[str, str]:
+        where, _, uid = peer.removeprefix("tcp:").rpartition(":")
+        return where, uid
 
     def _send_setup(self, sock: socket.socket, ours: None, hello: bytes) -> None:
         sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello), int(self._looks.timeout * 1000)) + hello)
@@ -200,6 +196,9 @@ class TcpDevice(ListeningDevice):
         if (error := channel.reader.receive()) is not None:
             self._finish(channel, channel.end(error))
 
+    def _flush(self, channel: TcpChannel) -> None:
+        channel.outbox.flush()
+
     def _look(self, channel: TcpChannel, seconds: float) -> None:
         """Give the peer up if nothing came of it for too long. Should it ever run again, it finds our goodbye."""
         self._hear(channel)  # what a waiting thread was to read; the I/O thread itself has received all that came
@@ -222,16 +221,3 @@ class TcpDevice(ListeningDevice):
         finally:
             if broke:
                 self.door.lost(channel, self.on_lost)
-
-    # -- the end
-
-    def _forked(self) -> None:
-        for channel in list(self._channels):
-            channel.sock.close()
-        self._service.drop()
-
-    def _shut(self) -> None:
-        self._service.stop()
-        if self._tls is not None:
-            self._tls.close(_LINGER_S)
-        self._heart.stop()

@@ -19,10 +19,6 @@ thread is woken only to wake another one. State, of 64-bit words:
 
 from __future__ import annotations
 
-import numpy as np
-
-from ..interrupts import interruptible
-from ..words import kernels
 from ..words.atomics import fence, load_acquire, memcpy, now, sched_yield, store_release
 from ..words.compiled import compiled
 from ..words.kernels import OK, TIMEOUT
@@ -32,10 +28,9 @@ from .wire import ACK, BEAT, HEADER, LAST, LATER, NOTIFY, SILENT, WRITE
 
 PEEK_BYTES, PLACES = 4096, 16
 TORN, READABLE = -1, 1
-_WORDS = 9
+STATE_ACKED, STATE_DUE, STATE_MORE, STATE_WORDS = 5, 6, 7, 9
 _HEADER = HEADER.size
 _PEEK, _TAKE = 0x02 | 0x40, 0x40  # MSG_PEEK, MSG_DONTWAIT
-_POLLIN = 1
 _CROWDED_NS, _MS = 50_000, 1_000_000
 
 _recv = CFunction("recv", i64(i32, i64, i64, i32))
@@ -120,53 +115,3 @@ def await_bytes(poll_fd: int, record: int, target: int, spin_ns: int, slice_ns: 
     if load_acquire(record) >= target:
         return OK
     return READABLE if found > 0 else TIMEOUT
-
-
-class Hearing:
-    """The state of one channel. All methods but ``until_bytes`` are called under the reader's lock."""
-
-    def __init__(self, fd: int, records: int, bells: int, owed: int) -> None:
-        self._frames = np.zeros(PEEK_BYTES + _HEADER, np.uint8)
-        self._state = np.zeros(_WORDS + 4 * PLACES, np.int64)
-        frames = self._frames.ctypes.data
-        self._state[:5] = fd, frames, frames + PEEK_BYTES, records, bells
-        self._state[8] = owed
-        self._places = self._state[_WORDS:].reshape(PLACES, 4)
-        self._poll_fd = np.array([fd | _POLLIN << 32], np.int64)
-        self._at, self._poll_at = self._state.ctypes.data, self._poll_fd.ctypes.data
-
-    @interruptible()
-    def until_bytes(self, record: int, target: int, spin_ns: int, slice_ns: int) -> int:
-        """See ``await_bytes``."""
-        return await_bytes(self._poll_at, record, target, spin_ns, slice_ns)
-
-    def take(self, last: int) -> int:
-        """See ``take``."""
-        return take(self._at, last)
-
-    @property
-    def acked(self) -> int:
-        """The last post that an ACK has answered."""
-        return kernels.load(self._at + 40)
-
-    @property
-    def more(self) -> bool:
-        """Whether there may have been something in the socket behind what was taken last."""
-        return kernels.load(self._at + 56) != 0
-
-    def due(self) -> int:
-        """The last post that wants an ACK of ours, 0: none."""
-        return kernels.load(self._at + 48)
-
-    def sent(self) -> None:
-        """The ACK is out."""
-        kernels.store(self._at + 48, 0)
-
-    def know(self, region: int, key: int, address: int, nbytes: int) -> None:
-        """The peer may write into this region of ours, until ``forget``."""
-        signed = key - (1 << 64) if key >> 63 else key
-        self._places[region % PLACES] = region, signed, address, nbytes
-
-    def forget(self, region: int) -> None:
-        if self._places[region % PLACES, 0] == region:
-            self._places[region % PLACES] = 0

@@ -7,20 +7,78 @@ goes on.
 
 from __future__ import annotations
 
+import secrets
+import select
 import socket
 import threading
+import weakref
 
+import numpy as np
+import torch
+
+from ..channel import Channel
+from ..device import Device
 from ..errors import PeerLost, RdmaError
+from ..interrupts import interruptible
+from ..memory.memory import NOWHERE, Registered
 from ..peers.heartbeat import goodbye
+from ..region import LENT, RemoteRegion, local_bytes
 from ..tls.stream import failure
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from . import wire
-from .access import Access
-from .hearing import Hearing
+from .hearing import PEEK_BYTES, PLACES, STATE_ACKED, STATE_DUE, STATE_MORE, STATE_WORDS, await_bytes, take
 from .outbox import Outbox
-from .posts import Posts
-from .wire import HEADER, LAST, Buffers, refusal
+from .transfer import Posts
+from .wire import HEADER, LAST, Buffers, memory_at, refusal
+
+
+class Access:
+    """Looked up for every frame: nothing is announced, so nothing has to be taken back. Any thread lends."""
+
+    def __init__(self, device: Device, channel: Channel) -> None:
+        """``channel``: the channel, whose peer may touch its ``own_pool``. It is not kept alive."""
+        self._device, self._channel = device, weakref.ref(channel)
+        self.lent: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
+        """Memory lent to this peer for READs, by key: address, bytes, the storage. The entry goes when the storage dies."""
+
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""
+        address, nbytes = local_bytes(tensor)
+        key, lent = secrets.randbits(64), self.lent
+        storage = weakref.ref(tensor.untyped_storage(), lambda _: lent.pop(key, None) and None)
+        lent[key] = address, nbytes, storage
+        return RemoteRegion(self._device.uid, self._device.epoch, LENT, key, 0, nbytes)
+
+    def place(self, region: int) -> tuple[int, int, int]:
+        """Key, address and bytes of a region that this peer may write to."""
+        address, size, key, _ = self._device.regions.get(region, NOWHERE)
+        return key, address, size
+
+    def look_up(self, region: int, key: int, offset: int, nbytes: int, *, write: bool) -> memoryview | str:
+        """Our memory that the peer names, or why it may not touch it."""
+        if nbytes == 0:
+            return memoryview(b"")
+        if region == LENT:
+            address, size, right_key, pool = self._loan(key)
+        else:
+            address, size, right_key, pool = self._device.regions.get(region, NOWHERE)
+        if not size:
+            return f"region {region} is not registered (any more)"
+        if pool is not None:
+            channel = self._channel()
+            own = channel.own_pool if channel is not None else None
+            if not pool.admits(own, write=write):
+                return f"region {region} {'may only be read' if pool.admits(own, write=False) else 'is for another peer'}"
+        if key != right_key:
+            return f"wrong key for region {region}"
+        if offset + nbytes > size:
+            return f"bytes {offset}:{offset + nbytes} of a region of {size} bytes"
+        return memory_at(address + offset, nbytes)
+
+    def _loan(self, key: int) -> Registered:
+        entry = self.lent.get(key)
+        return Registered(entry[0], entry[1], key, self._device.arena.readable) if entry is not None else NOWHERE
 
 
 class Reader:
@@ -35,7 +93,15 @@ class Reader:
         self._sock, self._access, self._outbox, self._posts = sock, access, outbox, posts
         self._records, self._bells = records, bells
         self._scratch = memoryview(bytearray(64 << 10))
-        self._hearing = Hearing(sock.fileno(), records, bells, outbox.owed)
+        fd = sock.fileno()
+        self._frames = np.zeros(PEEK_BYTES + HEADER.size, np.uint8)
+        self._state = np.zeros(STATE_WORDS + 4 * PLACES, np.int64)
+        frames = self._frames.ctypes.data
+        self._state[:5] = fd, frames, frames + PEEK_BYTES, records, bells
+        self._state[8] = outbox.owed
+        self._places = self._state[STATE_WORDS:].reshape(PLACES, 4)
+        self._poll_fd = np.array([fd | select.POLLIN << 32], np.int64)
+        self._at, self._poll_at = self._state.ctypes.data, self._poll_fd.ctypes.data
         self._torn = False
         # State of the frame that is being received:
         self._header = bytearray(HEADER.size)
@@ -55,7 +121,7 @@ class Reader:
         with self.lock:
             room = wire.TURN_BYTES
             try:
-                if self.hear() and not self._hearing.more:
+                if self.hear() and not self._word(STATE_MORE):
                     return None
                 self._answer_heard()
                 while room > 0:
@@ -77,31 +143,38 @@ class Reader:
             self._send_ack()
         return None
 
+    def _word(self, number: int) -> int:
+        return kernels.load(self._at + 8 * number)
+
+    def _take(self) -> int:
+        return take(self._at, self._posts.last)
+
+    @interruptible()
     def await_bytes(self, record: int, target: int, spin_ns: int, slice_ns: int) -> int:
         """Wait until there is something to ``hear``, or the record has reached ``target``: see ``hearing.await_bytes``."""
-        return self._hearing.until_bytes(record, target, spin_ns, slice_ns)
+        return await_bytes(self._poll_at, record, target, spin_ns, slice_ns)
 
     def hear(self) -> bool:
         """Take the small frames that have come, on any thread. ``False``: something is left that ``receive`` has to do."""
         with self.lock:
             if self._posts.error is not None or self._torn or self._header_got or self._left or self._refusal:
                 return False
-            taken = self._hearing.take(self._posts.last)
+            taken = self._take()
             self._torn = taken < 0
             if taken <= 0:
                 return False
             self.heard = True
-            self._ack_due = self._hearing.due() or self._ack_due
+            self._ack_due = self._word(STATE_DUE) or self._ack_due
             self._send_ack()
-            acked = self._hearing.acked
+            acked = self._word(STATE_ACKED)
             return acked <= self._posts.answered or self._posts.settle(acked)
 
     def _answer_heard(self) -> None:
         """What ``hear`` has left to be answered."""
         if self._torn:
             raise self._malformed("bytes that could not be read")
-        self._ack_due = self._hearing.due() or self._ack_due
-        if (acked := self._hearing.acked) > self._posts.answered and self._posts.error is None:
+        self._ack_due = self._word(STATE_DUE) or self._ack_due
+        if (acked := self._word(STATE_ACKED)) > self._posts.answered and self._posts.error is None:
             self._posts.answer(acked)
 
     def _receive_some(self) -> tuple[int, int]:
@@ -149,7 +222,8 @@ class Reader:
             elif op == wire.WRITE:
                 self._target = found
                 if nbytes:  # an empty copy needs no right
-                    self._hearing.know(region, *self._access.place(region))
+                    key, address, size = self._access.place(region)
+                    self._places[region % PLACES] = region, key - (1 << 64) if key >> 63 else key, address, size
             elif op == wire.READ and not self._refusal:
                 self._send_ack()
                 self._answered_by_data = bool(flags & LAST)
@@ -200,7 +274,7 @@ class Reader:
         if self._ack_due:
             self._answer(wire.ACK, self._ack_due, [])
             self._ack_due = 0
-            self._hearing.sent()
+            kernels.store(self._at + 8 * STATE_DUE, 0)
 
     def _answer(self, op: int, seq: int, parts: Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
         nbytes = sum(len(part) for part in parts)
@@ -212,7 +286,8 @@ class Reader:
 
     def revoke(self, region: int) -> None:
         """Stop a copy into a region of ours. Its memory is not written after the return. Call it with ``lock`` held."""
-        self._hearing.forget(region)
+        if self._places[region % PLACES, 0] == region:
+            self._places[region % PLACES] = 0
         if self._target_region == region and self._left:
             self._target = None
             self._refusal = self._refusal or f"region {region} was closed during the copy"

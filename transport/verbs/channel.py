@@ -11,19 +11,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..channel import Channel, Local, Pair, Window, Work, check_notify, sort_pair
-from ..device import Device
 from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
 from ..memory.mapping import anonymous
-from ..nic.lane import Lane, Probe
-from ..nic.provider import QueuePair
+from ..nic.native import QueuePair
+from ..nic.queues import Lane
 from ..notify import Expectation
-from ..peers.guard import Guard, broken_by
+from ..peers.guard import broken_by
 from ..peers.heartbeat import goodbye
 from ..peers.questions import Questions
 from ..region import RemoteRegion
@@ -32,35 +31,13 @@ from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from . import control
 from .control import ControlStream, Message, Setup
 from .gpu import FlushedExpectation
-from .places import Places
-from .registrations import Registrations
+from .registrations import Places, Registrations
 from .transfer import Leftovers, VerbsTransfer, VerbsWindow
 
 if TYPE_CHECKING:
     from ..gpu.behind import Later  # it compiles a kernel, which only a process with a GPU needs
 
 _DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
-
-
-class Owner(Protocol):
-    """The device, as its channels need it."""
-
-    guard: Guard
-    max_msg_sz: int
-    post_send: int
-
-    def lost(self, channel: VerbsChannel, error: RdmaError) -> None: ...
-
-    def forget(self, channel: VerbsChannel) -> None:
-        """Stop watching the stream of a channel that has ended."""
-
-
-class Watching(Protocol):
-    """The object that takes the completions of all channels (``verbs/watch``)."""
-
-    def drop(self, qp_num: int) -> None: ...
-
-    def wake(self) -> None: ...
 
 
 def _peer_of(channel: VerbsChannel) -> str:
@@ -72,36 +49,28 @@ def _call_peer(channel: VerbsChannel, name: str) -> None:
 
 
 class VerbsChannel(Channel):
-    device: Device
+    device: Any
+    """The ``VerbsDevice``."""
     peer = property(_peer_of, _call_peer)
     registered_only = True
 
-    def __init__(
-        self,
-        device: Device,
-        owner: Owner,
-        watch: Watching,
-        local: Registrations,
-        stream: ControlStream,
-        qp: QueuePair,
-        peer: Setup,
-    ) -> None:
+    def __init__(self, device: Any, stream: ControlStream, qp: QueuePair, peer: Setup) -> None:
         super().__init__(device)
-        self._owner, self._watch, self.local, self.stream = owner, watch, local, stream
+        self.local: Registrations = device.local
+        self.stream, self.sock = stream, stream.sock
         self.peer_hello, self.peer_uid, self.peer_epoch = b"", peer.uid, peer.epoch
         self.patience_ms = peer.patience_ms
-        self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
+        self.max_msg_sz = min(device.max_msg_sz, peer.max_msg_sz)
         self.known = False
         """Whether the user of the device knows this channel, and so has to be told when it is lost."""
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
-        self.lane = Lane(qp, device.port, self._records, owner.post_send, stream.peer)
-        self.probe = Probe(self.lane)
+        self.lane = Lane(qp, device.port, self._records, device.post_send, stream.peer)
         self._questions = Questions()
         self.places = Places(stream.peer, (peer.uid, peer.epoch), self._questions, stream.send)
-        self.leftovers = Leftovers(self.lane, local.arena)
-        self.gpus = bool(local.gpu_kind)
+        self.leftovers = Leftovers(self.lane, self.local.arena)
+        self.gpus = bool(self.local.gpu_kind)
         self.later: set[Later] = set()
         """The posts that wait for a GPU (``gpu/behind``)."""
         self._end_lock = threading.Lock()
@@ -166,11 +135,7 @@ class VerbsChannel(Channel):
             raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
         index = torch.accelerator.current_device_index() if place.index is None else place.index
         post = self.notifier(imm).post
-        return self.behind((index,), post) or post()
-
-    def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
-        """See ``GpuMemory.behind``."""
-        return self.local.gpu.behind(self, indices, post)
+        return self.local.gpu.behind(self, (index,), post) or post()
 
     def fence(self, timeout: float | None = None) -> None:
         self.check()
@@ -197,7 +162,7 @@ class VerbsChannel(Channel):
     def tend(self) -> None:
         """Twice a second, from the thread that watches completions."""
         self.leftovers.sweep()
-        self.probe.keep_alive()
+        self.lane.keep_alive()
 
     def look(self, seconds: float) -> float:
         """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (service thread)."""
@@ -244,7 +209,7 @@ class VerbsChannel(Channel):
         """Why nothing is posted any more, to be raised. The device's thread finds out a moment after the kernels did."""
         limit = time.monotonic() + 1.0
         while self.error is None and time.monotonic() < limit:
-            self._watch.wake()
+            self.device.watch.wake()
             time.sleep(0.001)
         if self.error is not None:
             return fresh(self.error)
@@ -270,9 +235,9 @@ class VerbsChannel(Channel):
             if self._released:
                 return
             self._released = self.leftovers.ended = True
-        self._owner.forget(self)
+        self.device.forget(self)
         self.lane.qp.error()
-        self._watch.drop(self.lane.qp.qp_num)
+        self.device.watch.drop(self.lane.qp.qp_num)
         self.lane.qp.close()
         self.stream.close()
         self.leftovers.sweep()
@@ -283,12 +248,12 @@ class VerbsChannel(Channel):
 
     def lost(self, error: RdmaError) -> None:
         """End the channel because it broke, and tell the listener once."""
-        self._owner.lost(self, error)
+        self.device.lost(self, error)
 
     def break_off(self, error: BaseException, doing: str) -> None:
         """End this channel alone after an unexpected error, with an error that names what was being done."""
         if not isinstance(error, RdmaError):
-            self._owner.guard.note(error, doing)
+            self.device.guard.note(error, doing)
         self.lost(broken_by(error, doing, peer=self.peer, device="verbs"))
 
     def abort(self, timeout: float = 5.0) -> None:

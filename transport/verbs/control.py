@@ -25,6 +25,7 @@ import time
 from typing import NamedTuple
 
 from ..errors import NotSupported, PeerLost
+from ..listening import MAX_HELLO
 from ..nic.endpoint import Endpoint
 from ..peers import auth
 from ..peers.pulse import Pulse
@@ -37,7 +38,6 @@ MESSAGE = struct.Struct("<BQQQQI")
 _SETUP = struct.Struct(f"<QIII{Endpoint.SIZE}sI")
 _LENGTH = struct.Struct("<I")
 _QUEUE_PAIR = struct.Struct("<II")
-MAX_HELLO = 64 << 10
 _SEND_TIMEOUT_S = 5.0
 
 
@@ -79,8 +79,6 @@ def receive_setup(sock: socket.socket) -> Setup:
 
 
 def send_hello(sock: socket.socket, hello: bytes) -> None:
-    if len(hello) > MAX_HELLO:
-        raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
     sock.sendall(_LENGTH.pack(len(hello)) + hello)
 
 

@@ -16,28 +16,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
-from ..listening import ListeningDevice
-from ..memory.arena import PINNED_SEGMENT_BYTES, Pool, Segment
+from ..listening import ListeningDevice, checked
+from ..memory.arena import PINNED_SEGMENT_BYTES, Segment
 from ..nic import choice, endpoint, ports
 from ..nic.endpoint import Endpoint
-from ..nic.provider import QueuePair
+from ..nic.native import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
 from ..peers.guard import Guard
-from ..peers.handshakes import EXPECTED, SETUP_S, dial
 from ..peers.heartbeat import Heart
-from ..region import Region, local_bytes
+from ..peers.service import Service
+from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
 from ..tls.stream import prepare
 from ..words import kernels
@@ -45,22 +45,33 @@ from . import control
 from .channel import VerbsChannel
 from .control import MESSAGE, ControlStream, Setup
 from .gpu import FlushedPoller
-from .pairing import Pairing
 from .registrations import Announcement, Registrations
 from .watch import Watch
 
-_LINGER_S = 1.0
+# A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
+_TIMEOUT, _RETRY_CNT = 16, 6
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
+
+
+@dataclass
+class _Offer:
+    """Our part of a handshake."""
+
+    until: float
+    """When it has to be over (``time.monotonic``)."""
+    hello: bytes | None = None
+    """That of the end that connects."""
+    pair: tuple[QueuePair, Setup] | None = None
+    """Our queue pair, and what the peer is told of it."""
+    channel: VerbsChannel | None = None
+    answered: bool = False
+    """Whether ``on_connect`` may know the channel."""
 
 
 class VerbsDevice(ListeningDevice):
     """See ``Device``. ``place``: which port (``nic/ports``); empty: the best one."""
 
-    def __init__(
-        self,
-        place: str,
-        options: DeviceOptions,
-    ) -> None:
+    def __init__(self, place: str, options: DeviceOptions) -> None:
         permit_rdma(options.tls)
         self._at = ports.choose(choice.choose(), place)
         self._context = self._at.context
@@ -78,8 +89,7 @@ class VerbsDevice(ListeningDevice):
             self._queues = Queues(self._context, self._at.device, self.bells)
             undo.callback(self._queues.close)
             self.port, self.post_send = self._queues.port, self._queues.post_send
-            self._watch = Watch(self._context, self._queues, self.guard, opened=self._opened, count=self.count)
-            self._pairing = Pairing(self._at, self._queues, self._watch)
+            self.watch = Watch(self, self._context, self._queues)
             for segment in self.memory.attach(self):
                 self.announce_segment(segment)
             host = self._at.address if self.given else loopback()
@@ -89,9 +99,9 @@ class VerbsDevice(ListeningDevice):
             self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
             self._heart = Heart(frame=MESSAGE.pack(control.BEAT, 0, 0, 0, 0, 0))
             undo.callback(self._heart.stop)
-            self._watch.start()
-            undo.callback(self._watch.stop)
-            self._listen_on(listener, self.guard)
+            self.watch.start()
+            undo.callback(self.watch.stop)
+            self._service = Service(self, listener, self.guard)
             self._service.start()
             undo.pop_all()
 
@@ -121,7 +131,7 @@ class VerbsDevice(ListeningDevice):
     def announce_segment(self, segment: Segment) -> None:
         with self._lock:
             told = self.local.segment(segment)
-            channels = [channel for channel in self._opened() if segment.pool.admits(channel.own_pool, write=False)]
+            channels = [channel for channel in self.opened() if segment.pool.admits(channel.own_pool, write=False)]
         if told is not None:
             self._tell(channels, told)
 
@@ -134,9 +144,9 @@ class VerbsDevice(ListeningDevice):
     def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         if nbytes:
             told = self.local.foreign(number, key, address, nbytes)
-            self._tell(self._opened(), told)
+            self._tell(self.opened(), told)
             return
-        for channel in self._opened():
+        for channel in self.opened():
             try:
                 channel.withdraw(number)
             except (PeerLost, TransferTimeout) as error:
@@ -145,33 +155,26 @@ class VerbsDevice(ListeningDevice):
                     self.lost(channel, error)
         self.local.forget(number)
 
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        *,
-        dtype: torch.dtype | None = None,
-        writable: bool = False,
-        device: torch.device | str | None = None,
-    ) -> torch.Tensor:
-        """As for any device; with ``device`` an ordinary tensor on that GPU, which ``register`` shares."""
-        if device is None or torch.device(device).type == "cpu":
-            return super().empty(shape, dtype=dtype, writable=writable)
-        self.check()
-        return torch.empty(shape, dtype=dtype, device=device)
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+        """An ordinary tensor, which ``register`` shares."""
+        return torch.empty(sizes, dtype=dtype, device=place)
 
-    def register(self, tensor: torch.Tensor) -> Region:
+    def register(self, tensor: torch.Tensor | Array) -> Region:
         """As ``Device.register``; also registers GPU memory, for the peers of this device. It returns when the work that the
         current stream was given before the call is done. Raises ``RegistrationError``, with the reasons, where the adapter
         cannot reach the GPU memory."""
+        if not isinstance(tensor, torch.Tensor):
+            tensor = as_tensor(tensor)
         if tensor.is_cpu:
             return super().register(tensor)
         self.check()
         nbytes = local_bytes(tensor, self.gpu_kind)[1]
         if not nbytes:
             return Region(self, tensor, 0, 0, 0, foreign=False)
-        region = self.local.on_gpu(tensor)
+        region = self.local.gpu.share(tensor)
+        self.local.gpu.wait([tensor.device.index])
         with self._lock:  # a peer that connects now is told once
-            told, channels = self.local.share(tensor, region), self._opened()
+            told, channels = self.local.share(tensor, region), self.opened()
         self._tell(channels, told)
         self.count("registrations")
         return Region(self, tensor, told[1], told[2], 0, foreign=True)
@@ -187,7 +190,7 @@ class VerbsDevice(ListeningDevice):
     def poller(self) -> Poller:
         return FlushedPoller(self.memory, self.port, self.local.arrived)
 
-    def _opened(self) -> list[VerbsChannel]:
+    def opened(self) -> list[VerbsChannel]:
         with self._lock:
             return [channel for channel in self._channels if isinstance(channel, VerbsChannel) and channel.error is None]
 
@@ -209,78 +212,74 @@ class VerbsDevice(ListeningDevice):
         except RdmaError as error:
             return error.message
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self.check()
-        if why := self.why_not(peer):
-            raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
-        where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
-        return self._reach(partial(dial, where, device="verbs"), where, uid, hello=hello, timeout=timeout, pool=pool)
+    def _where(self, peer: str) -> tuple[str, str]:
+        where, uid, _ = peer.removeprefix("verbs:").rsplit(":", 2)
+        return where, uid
 
-    def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> VerbsChannel:
-        """The initiator's side of the handshake, from the setups on."""
-        qp: QueuePair | None = None
+    @contextlib.contextmanager
+    def _offer(self, sock: socket.socket) -> Iterator[_Offer]:
+        ours = _Offer(time.monotonic() + (sock.gettimeout() or 0.0))
         try:
-            with self._service.handshakes.limited(sock, deadline):
-                qp, ours = self._pairing.offer(self.uid, self.epoch, self._looks.timeout)
-                control.send_setup(sock, ours)
-                theirs = control.receive_setup(sock)
-                self._pairing.connect(qp, ours, theirs)
-                channel = self._channel(sock, qp, theirs)
-                self.door.know(channel, theirs.uid, key)
-                channel.own_pool = pool
-                channel.probe.prove(max(deadline - time.monotonic(), 0.001), channel.ended)
-                control.send_hello(sock, hello)
-                channel.peer_hello = control.receive_hello(sock)
-            self._adopt(channel)
-        except BaseException:
-            sock.close()
-            if qp is not None:
-                self._watch.drop(qp.qp_num)
-                qp.close()
-            raise
-        return channel
-
-    def _welcome(self, came: socket.socket) -> None:
-        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        sock, channel, handshakes = came, None, self._service.handshakes
-        qp: QueuePair | None = None
-        try:
-            sock, key = self._admit(came)
-            with handshakes.limited(sock, time.monotonic() + SETUP_S):
-                theirs = control.receive_setup(sock)
-                try:
-                    qp, ours = self._pairing.offer(self.uid, self.epoch, self._looks.timeout)
-                except RdmaError as error:
-                    control.send_refusal(sock, error.message)
-                    raise
-                self._pairing.connect(qp, ours, theirs)
-                channel = self._channel(sock, qp, theirs)
-                self.door.know(channel, theirs.uid, key)
-                control.send_setup(sock, ours)
-                channel.peer_hello = control.receive_hello(sock)
-            channel.known = True
-            # on_connect may publish the channel: what other threads send waits until the answer is out.
-            with channel.stream.lock:
-                control.send_hello(sock, self.door.greet(channel))
-            self._adopt(channel)
-            self.door.welcomed(channel)
+            yield ours
         except BaseException as error:
-            self.door.refused(sock, error)
-            if channel is not None:
-                broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
-                if channel.end(broken) and channel.known:
-                    self.door.lost(channel, self.on_lost)
-            elif qp is not None:
-                qp.close()
-            sock.close()
-            if not isinstance(error, (*EXPECTED, ValueError)):
-                raise
+            if ours.channel is None and ours.pair is not None:
+                ours.pair[0].close()
+            elif ours.channel is not None and not ours.answered:
+                why = f"the connection broke as it was made: {error}"
+                ours.channel.end(PeerLost(why, peer=ours.channel.peer, device="verbs"))
+            raise
 
-    def _channel(self, sock: socket.socket, qp: QueuePair, theirs: Setup) -> VerbsChannel:
+    def _pair(self) -> tuple[QueuePair, Setup]:
+        """A new queue pair, and the setup to send to the peer. Raises ``NotSupported`` if the completion queue has no room for
+        another one."""
+        if self.watch.full:
+            why = f"the completion queue of {self._at.name} has room for {self._queues.room} queue pairs"
+            raise NotSupported(why, device="verbs")
+        qp, there, psn = self._queues.pair(self._at.number), self._at.endpoint.dump(), secrets.randbits(24)
+        patience_ms = int(self._looks.timeout * 1000)
+        return qp, Setup(self.uid, self.epoch, patience_ms, self.max_msg_sz, there, qp.qp_num, psn)
+
+    def _send_setup(self, sock: socket.socket, ours: _Offer, hello: bytes) -> None:
+        ours.hello, ours.pair = hello, self._pair()
+        control.send_setup(sock, ours.pair[1])
+
+    def _receive_setup(self, sock: socket.socket, ours: _Offer) -> VerbsChannel:
+        theirs = control.receive_setup(sock)
+        if ours.pair is None:
+            try:
+                ours.pair = self._pair()
+            except RdmaError as error:
+                control.send_refusal(sock, error.message)
+                raise
+        qp, setup = ours.pair
+        route = endpoint.route(
+            self._at.endpoint,
+            Endpoint.load(theirs.endpoint),
+            port=self._at.number,
+            sgid_index=self._at.gid.index,
+            dest_qp_num=theirs.qp_num,
+            rq_psn=theirs.psn,
+            sq_psn=setup.psn,
+            timeout=_TIMEOUT,
+            retry_cnt=_RETRY_CNT,
+        )
+        qp.connect(route)
         host, port = sock.getpeername()[:2]
-        channel = VerbsChannel(self, self, self._watch, self.local, ControlStream(sock, f"{host}:{port}"), qp, theirs)
-        self._watch.enter(channel)
+        channel = ours.channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qp, theirs)
+        self.watch.enter(channel)
+        if ours.hello is None:
+            control.send_setup(sock, setup)
+        else:
+            channel.lane.prove(max(ours.until - time.monotonic(), 0.001), channel.ended)
+            control.send_hello(sock, ours.hello)
+        channel.peer_hello = control.receive_hello(sock)
         return channel
+
+    def _answer(self, sock: socket.socket, ours: _Offer, channel: VerbsChannel) -> None:
+        channel.known = ours.answered = True
+        # on_connect may publish the channel: what other threads send waits until the answer is out.
+        with channel.stream.lock:
+            control.send_hello(sock, checked(self.door.greet(channel)))
 
     def _adopt(self, channel: VerbsChannel) -> None:
         """Tell the peer of all our memory, then watch the connection."""
@@ -334,20 +333,11 @@ class VerbsDevice(ListeningDevice):
 
     # -- the end
 
-    def _forked(self) -> None:
-        for channel in list(self._channels):
-            if isinstance(channel, VerbsChannel):
-                channel.stream.sock.close()
-        self._service.drop()
-
     def _shut(self) -> None:
-        for channel in self._watch.channels():  # still in their handshake
+        for channel in self.watch.channels():  # still in their handshake
             channel.end(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
-        self._service.stop()
-        self._watch.stop()
-        if self._tls is not None:
-            self._tls.close(_LINGER_S)
-        self._heart.stop()
+        super()._shut()
+        self.watch.stop()
         self._queues.close()
         self.local.close()
         self._context.close()

@@ -32,7 +32,8 @@ from ..gpu.events import NOT_READY, Event
 from ..gpu.pins import Pins
 from ..memory.arena import Block
 from ..memory.memory import Memory
-from ..nic.provider import REMOTE_WRITE, Context, MemoryRegion
+from ..nic.attributes import REMOTE_WRITE
+from ..nic.native import Context, MemoryRegion
 from ..notify import Count, Expectation, Poller
 from ..peers.guard import Guard
 from ..region import local_bytes
@@ -40,7 +41,7 @@ from . import gpudirect
 from .gpudirect import Decision, Refused
 
 if TYPE_CHECKING:
-    from ..gpu.behind import Behind, Poster
+    from ..gpu.behind import Behind
 
 WAIT_LIMIT_S = 60.0
 """How long ``wait`` does."""
@@ -253,7 +254,7 @@ class GpuMemory:
 
     # -- order
 
-    def behind(self, channel: Poster, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
+    def behind(self, channel: Any, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
         """Have ``post`` called when what the current streams of these GPUs have been given is done, and what was posted from
         the first of them before. ``None``: that is so now, and the caller posts. ``RdmaError`` where a GPU has failed."""
         if driver.capturing():

@@ -15,21 +15,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ..channel import DONE, Pair, Transfer, Window, Work
+from ..channel import DONE, Transfer, Window, Work
 from ..errors import RdmaError, RemoteAccessError, fresh
 from ..memory.arena import Arena, Block
-from ..nic.lane import Chain, Lane
-from ..nic.provider import MemoryRegion
+from ..nic.native import MemoryRegion
+from ..nic.queues import Chain, Lane
 from ..region import RemoteRegion, local_bytes
 from ..words import completions, kernels
 from ..words import layout as at
-from .places import Place
-from .registrations import Registrations
+from .registrations import Place
 
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
@@ -37,31 +36,12 @@ _PATIENCE_NS = 1_000_000
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Poster(Protocol):
-    """The channel, as what is posted on it needs it."""
-
-    lane: Lane
-    local: Registrations
-    leftovers: Leftovers
-    max_msg_sz: int
-
-    def make_room(self, why: int, count: int) -> None: ...
-
-    def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None: ...
-
-    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer: ...
-
-    def notify(self, imm: int) -> None: ...
-
-    def ended(self) -> RdmaError: ...
-
-
 class VerbsWork(Work):
     """One post under way."""
 
     __slots__ = ("_channel", "_lane", "_seq")
 
-    def __init__(self, channel: Poster, lane: Lane, seq: int) -> None:
+    def __init__(self, channel: Any, lane: Lane, seq: int) -> None:
         self._channel, self._lane, self._seq = channel, lane, seq
 
     def done(self) -> bool:
@@ -84,7 +64,7 @@ class GpuReadWork(VerbsWork):
 
     __slots__ = ("_lock", "_transfer")
 
-    def __init__(self, channel: Poster, lane: Lane, seq: int, transfer: VerbsTransfer) -> None:
+    def __init__(self, channel: Any, lane: Lane, seq: int, transfer: VerbsTransfer) -> None:
         super().__init__(channel, lane, seq)
         self._lock = threading.Lock()
         self._transfer: VerbsTransfer | None = transfer
@@ -170,7 +150,7 @@ class VerbsTransfer(Transfer):
 
     def __init__(
         self,
-        channel: Poster,
+        channel: Any,
         sides: Sequence[tuple[RemoteRegion, Place, torch.Tensor, bool]],
         imm: int | None,
         *,
@@ -298,7 +278,7 @@ class VerbsTransfer(Transfer):
         if self._staging:
             self._fill()
         if self._gpus:
-            later = self._channel.behind({piece.gpu for piece in self._gpus}, self._post)
+            later = self._channel.local.gpu.behind(self._channel, {piece.gpu for piece in self._gpus}, self._post)
             if later is not None:
                 return later
         return self._post()
@@ -345,7 +325,7 @@ class VerbsWindow(Window):
 
     __slots__ = ("_chain", "_channel", "_lane", "_local", "_lock", "_notify", "_remote", "_slices")
 
-    def __init__(self, channel: Poster, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
+    def __init__(self, channel: Any, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
         self._channel, self._notify = channel, imm
         self._slices = (remote, local)
         self._local, nbytes = local_bytes(local)

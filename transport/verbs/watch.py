@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from typing import Any
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
-from ..nic.provider import Context
+from ..nic.native import Context
 from ..nic.queues import Queues
 from ..nic.status import EVENT_MEANINGS
-from ..peers.ended import nobody
 from ..peers.guard import Guard
 from ..words import completions, kernels
 from .channel import VerbsChannel
@@ -29,16 +28,13 @@ class Watch:
 
     def __init__(
         self,
+        device: Any,
         context: Context,
         queues: Queues,
-        guard: Guard,
-        *,
-        opened: Callable[[], list[VerbsChannel]],
-        count: Callable[[str], None],
     ) -> None:
-        """``opened()``: the channels whose handshake is complete; ``count(name)`` adds one to a counter."""
-        self._context, self._queues, self._guard = context, queues, guard
-        self._opened, self._count = opened, count
+        """``device``: the ``VerbsDevice``."""
+        self._device, self._context, self._queues = device, context, queues
+        self._guard: Guard = device.guard
         self._by_qp: dict[int, VerbsChannel] = {}
         self._lock = threading.Lock()
         self._stopping = False
@@ -84,11 +80,12 @@ class Watch:
                 time.sleep(_RETRY_S)
 
     def _tick(self) -> None:
+        device = self._device
         if self._queues.wait(_TICK_NS):
             self._look_for_failures()
             while (event := self._context.async_event()) is not None:
-                self._heed(event)
-        for channel in self._opened():
+                self._heed(device, event)
+        for channel in device.opened():
             try:
                 channel.tend()
             except BaseException as error:
@@ -116,14 +113,14 @@ class Watch:
             time.sleep(0.005)
         channel.lost(error)
 
-    def _heed(self, event: str) -> None:
+    def _heed(self, device: Any, event: str) -> None:
         """Asynchronous events are counted. Those of a queue pair show in its completions too; a device that is gone takes all
         with it."""
-        self._count(f"async_{event.lower()}")
+        device.count(f"async_{event.lower()}")
         concerns, what = EVENT_MEANINGS.get(event, ("", ""))
         if concerns != "device":
             return
-        for channel in self._opened():
+        for channel in device.opened():
             channel.lost(PeerLost(what, peer=channel.peer, device="verbs", status=event))
 
     def stop(self) -> None:
@@ -134,4 +131,4 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=_JOIN_S)
         completions.shut(self._queues.port)
-        self._opened, self._count = list, nobody  # they refer to the device
+        self._device = None

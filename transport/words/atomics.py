@@ -7,7 +7,7 @@ sequentially consistent; ``fence`` orders an earlier store before a later load.
 
 from __future__ import annotations
 
-from .symbols import CFunction, i32, i64, not_compiled, operation
+from .symbols import CFunction, Operation, i32, i64
 
 memcpy = CFunction("memcpy", i64(i64, i64, i64))
 sched_yield = CFunction("sched_yield", i32())
@@ -21,81 +21,33 @@ FOLDS = 8
 # Not FUTEX_PRIVATE: the words lie in memory that two processes map.
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 WAKE_ALL = 0x7FFFFFFF
-
-
-@operation
-def load_acquire(address: int) -> int:
-    """The word at this address."""
-    not_compiled()
-
-
-@operation
-def store_release(address: int, value: int) -> None:
-    """Set the word at this address."""
-    not_compiled()
-
-
-@operation
-def fetch_add(address: int, value: int) -> int:
-    """Add to the word at this address; what it was before."""
-    not_compiled()
-
-
-@operation
-def compare_exchange(address: int, expected: int, desired: int) -> int:
-    """Set the word to ``desired`` if it holds ``expected``: 1 if it did, else 0."""
-    not_compiled()
-
-
-@operation
-def fence() -> None:
-    """Full fence: stores before it are visible before loads after it."""
-    not_compiled()
-
-
-@operation
-def errno() -> int:
-    """The error of this thread's last C function that failed."""
-    not_compiled()
-
-
-@operation
-def call(function: int, a: int, b: int, c: int, d: int) -> int:
-    """Call the C function at an address, which returns an ``int`` and has at most four arguments, integers or pointers. Those
-    that it has not are ignored: all travel in whole registers on the ABIs that we run on (x86-64, aarch64 Linux)."""
-    not_compiled()
-
-
-@operation
-def pause() -> None:
-    """Tell the core that this is a spin loop."""
-    not_compiled()
-
-
-@operation
-def now() -> int:
-    """CLOCK_MONOTONIC in nanoseconds (no system call: vDSO)."""
-    not_compiled()
-
-
-@operation
-def futex(address: int, operation: int, value: int, timeout_ns: int) -> int:
-    """The system call ``futex`` on the low half of a word, with a relative timeout."""
-    not_compiled()
-
-
-@operation
-def stream(dst: int, src: int) -> None:
-    """Copy ``STREAM_BYTES`` bytes with stores that go past the caches. ``dst`` is aligned to ``STREAM_ALIGN``. A ``fence``
-    has to come before anything that announces the data."""
-    not_compiled()
-
-
-@operation
-def fold(code: int, dst: int, left: int, right: int) -> None:
-    """``dst = left OP right`` over ``FOLD_BYTES`` bytes; ``dst`` may be one of them. ``code``: see
-    ``fold_code``; nothing happens for one that there is not."""
-    not_compiled()
+load_acquire = Operation("load_acquire", "address")
+"""The word at this address."""
+store_release = Operation("store_release", "address, value")
+"""Set the word at this address."""
+fetch_add = Operation("fetch_add", "address, value")
+"""Add to the word at this address; what it was before."""
+compare_exchange = Operation("compare_exchange", "address, expected, desired")
+"""Set the word to ``desired`` if it holds ``expected``: 1 if it did, else 0."""
+fence = Operation("fence", "")
+"""Full fence: stores before it are visible before loads after it."""
+errno = Operation("errno", "")
+"""The error of this thread's last C function that failed."""
+call = Operation("call", "function, a, b, c, d")
+"""Call the C function at an address, which returns an ``int`` and has at most four arguments, integers or pointers. Those
+that it has not are ignored: all travel in whole registers on the ABIs that we run on (x86-64, aarch64 Linux)."""
+pause = Operation("pause", "")
+"""Tell the core that this is a spin loop."""
+now = Operation("now", "")
+"""CLOCK_MONOTONIC in nanoseconds (no system call: vDSO)."""
+futex = Operation("futex", "address, operation, value, timeout_ns")
+"""The system call ``futex`` on the low half of a word, with a relative timeout."""
+stream = Operation("stream", "dst, src")
+"""Copy ``STREAM_BYTES`` bytes with stores that go past the caches. ``dst`` is aligned to ``STREAM_ALIGN``. A ``fence``
+has to come before anything that announces the data."""
+fold = Operation("fold", "code, dst, left, right")
+"""``dst = left OP right`` over ``FOLD_BYTES`` bytes; ``dst`` may be one of them. ``code``: see
+``fold_code``; nothing happens for one that there is not."""
 
 
 def fold_code(kind: str, operation: str) -> int:

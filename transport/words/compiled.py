@@ -21,7 +21,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from . import cache, machine
-from .symbols import CFunction, Kernel, Scalar, Signature, inlined, operations
+from .symbols import CFunction, Kernel, Operation, Scalar, Signature, inlined
 
 _lock = threading.RLock()
 """Held while a kernel is loaded or compiled. A signal handler, or a finalizer, may come to another one in the midst of that."""
@@ -121,7 +121,7 @@ def _digest(function: FunctionType, kind: str) -> bytes:
 
 def _meaning(value: Any) -> str:
     """What a global name of a kernel stands for."""
-    if isinstance(value, (int, CFunction)):
+    if isinstance(value, (int, CFunction, Operation)):
         return repr(value)
     if isinstance(value, Scalar):
         return value.name
@@ -131,4 +131,4 @@ def _meaning(value: Any) -> str:
         return kernel.digest.hex()
     if value in inlined:
         return _digest(value, "inline").hex()
-    return str(value.__name__) if value in operations else repr(value)
+    return repr(value)

@@ -34,7 +34,7 @@ from numba.core.untyped_passes import FixupArgs, IRProcessing, ReconstructSSA, T
 
 from . import instructions, machine
 from .instructions import external
-from .symbols import CFunction, Kernel, Scalar, Signature, inlined, operations
+from .symbols import CFunction, Kernel, Operation, Scalar, Signature, inlined
 
 _I64, _VOID, _OBJECT = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
 _OF_PYTHON = "Py", "_Py", "NRT_", "numba_"
@@ -98,14 +98,14 @@ def _callee(value: Any) -> _Callee | None:
     """What a value of a kernel's module, or an operator, means in a kernel. ``None``: it cannot be called there."""
     if isinstance(value, CFunction):
         return _Callee([len(value.signature.arguments)], types.int64, partial(_call_c, value))
+    if isinstance(value, Operation):
+        return _Callee([len(value.operands.split())], types.int64, getattr(instructions, value.name))
     if isinstance(value, Scalar):
         return _Callee([1], types.int64, partial(_narrowed, value.name))
     if isinstance(value, Kernel):
         return _callee_here(value.function)
     if not isinstance(value, FunctionType):
         return _OPERATORS.get(value)
-    if value in operations:
-        return _Callee([value.__code__.co_argcount], types.int64, getattr(instructions, value.__name__))
     return _callee_here(value) if value in inlined else None
 
 

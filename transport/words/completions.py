@@ -31,6 +31,7 @@ from . import layout as at
 from .atomics import (
     FUTEX_WAKE,
     WAKE_ALL,
+    call,
     compare_exchange,
     fence,
     fetch_add,
@@ -43,61 +44,22 @@ from .atomics import (
 )
 from .compiled import compiled
 from .signals import signal
-from .symbols import CFunction, i32, i64, not_compiled, operation
+from .symbols import CFunction, Operation, i32, i64
 
 _poll_fds = CFunction("poll", i32(i64, i64, i32))
 _eventfd_write = CFunction("eventfd_write", i32(i32, i64))
 
-# A port (words).
-(
-    PORT_LOCK,
-    PORT_ARMED,
-    PORT_SLEEPERS,
-    PORT_CQ,
-    PORT_POLL_CQ,
-    PORT_REQ_NOTIFY,
-    PORT_SRQ,
-    PORT_POST_RECV,
-    PORT_RECV_CHAIN,
-    PORT_RECV_COUNT,
-    PORT_RECV_USED,
-    PORT_WC,
-    PORT_TABLE,
-    PORT_TABLE_MASK,
-    PORT_BELLS,
-    PORT_FAILED,
-    PORT_GET_EVENT,
-    PORT_ACK_EVENTS,
-    PORT_CHANNEL,
-    PORT_STOP,
-    PORT_SCRATCH,
-    PORT_SCRATCH_2,
-    PORT_FDS,
-    PORT_WAKE,
-) = range(24)
+# A port (words): the queues, what is posted to receive, where completions go, the thread that sleeps on the channel.
+PORT_LOCK, PORT_ARMED, PORT_SLEEPERS, PORT_CQ, PORT_POLL_CQ, PORT_REQ_NOTIFY, PORT_SRQ, PORT_POST_RECV = range(8)
+PORT_RECV_CHAIN, PORT_RECV_COUNT, PORT_RECV_USED, PORT_WC, PORT_TABLE, PORT_TABLE_MASK, PORT_BELLS, PORT_FAILED = range(8, 16)
+PORT_GET_EVENT, PORT_ACK_EVENTS, PORT_CHANNEL, PORT_STOP, PORT_SCRATCH, PORT_SCRATCH_2, PORT_FDS, PORT_WAKE = range(16, 24)
 PORT_WORDS = 32
 WC_BATCH = 16
 
 # A lane (words). COMPLETED and its sleepers are a notification record, for those who wait; REACHED is the same count, but
 # stays as it is when the lane ends.
-(
-    LANE_COMPLETED,
-    LANE_SLEEPERS,
-    LANE_LOCK,
-    LANE_POSTED,
-    LANE_DEPTH,
-    LANE_CLOSED,
-    LANE_QP,
-    LANE_POST_SEND,
-    LANE_RECORDS,
-    LANE_POSTS,
-    LANE_BYTES,
-    LANE_STATUS,
-    LANE_VENDOR,
-    LANE_BAD_WR,
-    LANE_SEEN,
-    LANE_REACHED,
-) = range(16)
+LANE_COMPLETED, LANE_SLEEPERS, LANE_LOCK, LANE_POSTED, LANE_DEPTH, LANE_CLOSED, LANE_QP, LANE_POST_SEND = range(8)
+LANE_RECORDS, LANE_POSTS, LANE_BYTES, LANE_STATUS, LANE_VENDOR, LANE_BAD_WR, LANE_SEEN, LANE_REACHED = range(8, 16)
 LANE_WORDS = 16
 
 # A chain (words).
@@ -109,42 +71,12 @@ ENDED = 1 << 62
 """The value of ``LANE_COMPLETED`` when the lane ends, so that every wait on it returns."""
 OPEN, SHUT = 0, 1
 """``LANE_CLOSED``: posts are taken; never again."""
-
-
-@operation
-def call_2(function: int, a: int, b: int) -> int:
-    """Call ``int function(a, b)`` at an address; ``b`` is a 32-bit integer."""
-    not_compiled()
-
-
-@operation
-def call_3(function: int, a: int, b: int, c: int) -> int:
-    """Call ``int function(a, b, c)`` at an address; all are pointers."""
-    not_compiled()
-
-
-@operation
-def call_poll(function: int, cq: int, count: int, wc: int) -> int:
-    """Call ``int poll_cq(cq, count, wc)`` at an address."""
-    not_compiled()
-
-
-@operation
-def u32(address: int) -> int:
-    """The 32-bit word at this address."""
-    not_compiled()
-
-
-@operation
-def be32(address: int) -> int:
-    """The 32-bit word in network order at this address."""
-    not_compiled()
-
-
-@operation
-def set_u32(address: int, value: int) -> None:
-    """Set the 32-bit word at this address."""
-    not_compiled()
+u32 = Operation("u32", "address")
+"""The 32-bit word at this address."""
+be32 = Operation("be32", "address")
+"""The 32-bit word in network order at this address."""
+set_u32 = Operation("set_u32", "address, value")
+"""Set the 32-bit word at this address."""
 
 
 @compiled(i64(i64))
@@ -247,7 +179,7 @@ def _poll_held(port: int) -> int:
     wc, bells = load_acquire(port + 8 * PORT_WC), load_acquire(port + 8 * PORT_BELLS)
     total = 0
     while True:
-        got = call_poll(load_acquire(port + 8 * PORT_POLL_CQ), load_acquire(port + 8 * PORT_CQ), WC_BATCH, wc)
+        got = call(load_acquire(port + 8 * PORT_POLL_CQ), load_acquire(port + 8 * PORT_CQ), WC_BATCH, wc, 0)
         for index in range(got):
             entry = wc + index * at.WC_BYTES
             lane = _find_lane(port, u32(entry + at.WC_QP_NUM))
@@ -272,12 +204,8 @@ def _poll_held(port: int) -> int:
         chain = load_acquire(port + 8 * PORT_RECV_COUNT)
         while load_acquire(port + 8 * PORT_RECV_USED) >= chain:
             fetch_add(port + 8 * PORT_RECV_USED, -chain)
-            call_3(
-                load_acquire(port + 8 * PORT_POST_RECV),
-                load_acquire(port + 8 * PORT_SRQ),
-                load_acquire(port + 8 * PORT_RECV_CHAIN),
-                port + 8 * PORT_SCRATCH,
-            )
+            requests, post_recv = load_acquire(port + 8 * PORT_RECV_CHAIN), load_acquire(port + 8 * PORT_POST_RECV)
+            call(post_recv, load_acquire(port + 8 * PORT_SRQ), requests, port + 8 * PORT_SCRATCH, 0)
         if got < WC_BATCH:
             return total
 
@@ -299,7 +227,7 @@ def _arm(port: int) -> int:
     cq = load_acquire(port + 8 * PORT_CQ)
     if cq != 0 and load_acquire(port + 8 * PORT_ARMED) == 0:
         store_release(port + 8 * PORT_ARMED, 1)
-        call_2(load_acquire(port + 8 * PORT_REQ_NOTIFY), cq, 0)
+        call(load_acquire(port + 8 * PORT_REQ_NOTIFY), cq, 0, 0, 0)
     found = _poll_held(port)
     unlock(port + 8 * PORT_LOCK)
     return found
@@ -347,11 +275,8 @@ def post(lane: int, chain: int) -> int:
         result = FULL
     else:
         store_release(load_acquire(chain + 8 * CHAIN_LAST) + at.SEND_WR_WR_ID, posted)
-        first = load_acquire(chain + 8 * CHAIN_FIRST)
-        if (
-            call_3(load_acquire(lane + 8 * LANE_POST_SEND), load_acquire(lane + 8 * LANE_QP), first, lane + 8 * LANE_BAD_WR)
-            != 0
-        ):
+        qp, first = load_acquire(lane + 8 * LANE_QP), load_acquire(chain + 8 * CHAIN_FIRST)
+        if call(load_acquire(lane + 8 * LANE_POST_SEND), qp, first, lane + 8 * LANE_BAD_WR, 0) != 0:
             # Some of it may be posted, so nothing can be told of this lane any more.
             store_release(lane + 8 * LANE_CLOSED, SHUT)
             result = REFUSED
@@ -391,13 +316,9 @@ def revoke(lane: int, chain: int) -> int:
 def _take_events(port: int) -> int:
     """Read and acknowledge what the completion channel (non-blocking) has to say. By libibverbs' own function: providers count
     their arming in it."""
-    getting, channel, cq = (
-        load_acquire(port + 8 * PORT_GET_EVENT),
-        load_acquire(port + 8 * PORT_CHANNEL),
-        port + 8 * PORT_SCRATCH,
-    )
-    while call_3(getting, channel, cq, port + 8 * PORT_SCRATCH_2) == 0:
-        call_2(load_acquire(port + 8 * PORT_ACK_EVENTS), load_acquire(cq), 1)
+    getting, channel = load_acquire(port + 8 * PORT_GET_EVENT), load_acquire(port + 8 * PORT_CHANNEL)
+    while call(getting, channel, port + 8 * PORT_SCRATCH, port + 8 * PORT_SCRATCH_2, 0) == 0:
+        call(load_acquire(port + 8 * PORT_ACK_EVENTS), load_acquire(port + 8 * PORT_SCRATCH), 1, 0, 0)
     return 0
 
 

@@ -107,26 +107,9 @@ def stream(builder: Any, dst: Any, src: Any) -> None:
         builder.store(piece, target, align=STREAM_ALIGN).set_metadata("nontemporal", past_caches)
 
 
-def _called(builder: Any, function: Any, operands: Any) -> Any:
-    """The ``int`` that the C function at an address returns."""
-    kind = ir.FunctionType(_I32, [operand.type for operand in operands])
-    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), operands), _I64)
-
-
 def call(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return _called(builder, function, [a, b, c, d])
-
-
-def call_2(builder: Any, function: Any, a: Any, b: Any) -> Any:
-    return _called(builder, function, [a, builder.trunc(b, _I32)])
-
-
-def call_3(builder: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    return _called(builder, function, [a, b, c])
-
-
-def call_poll(builder: Any, function: Any, cq: Any, count: Any, wc: Any) -> Any:
-    return _called(builder, function, [cq, builder.trunc(count, _I32), wc])
+    kind = ir.FunctionType(_I32, [_I64] * 4)
+    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b, c, d]), _I64)
 
 
 def u32(builder: Any, address: Any) -> Any:

@@ -13,8 +13,8 @@ Invariants (C11 order):
    ``count`` with acquire before it touches the data.
 2. no lost wake-up: the sender does ``fetch_add(count)``; fence; load ``sleepers``. The receiver does
    ``fetch_add(sleepers, 1)``; fence; load ``count``; futex wait. One of the two must see the other.
-3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``WR_INFLIGHT``
-   of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. An abort stores ``closed`` or disarms; fence; waits for
+3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``over``
+   (the sender's own, behind its statistics); copy; ``fetch_add(inflight, -1)``. An abort stores either; fence; waits for
    ``inflight`` == 0.
 
 Large copies adapt too (``move``): writing to memory that a far core has in its cache can be ten times slower than a warm
@@ -74,6 +74,8 @@ OK, TIMEOUT, CLOSED, CHANGED = 0, -1, -2, -3
 
 # Layout of a work request block (int64 each), see ``post``.
 WR_COUNT, WR_RECORD, WR_BELLS, WR_CLOSED, WR_INFLIGHT, WR_STATS, WR_BYTES, WR_HEAD = 0, 1, 2, 3, 4, 5, 6, 7
+STATS_WORDS, STATS_OVER = 4, 3
+"""``WR_STATS`` is the address of: posts, bytes, the advice of ``move``, and 1 when the sender may copy no more (``over``)."""
 
 
 @compiled(i64(i64, i64, i64))
@@ -157,11 +159,11 @@ def move(dst: int, src: int, nbytes: int, state: int) -> int:
 def enter(block: int) -> int:
     """Begin a copy (invariant 3). Returns the address of ``inflight``, which counts the copy now, or 0 if no copy may start.
     The caller adds -1 there when it has written."""
-    inflight = load_acquire(block + 8 * WR_INFLIGHT)
-    if inflight == 0:
+    inflight, over = load_acquire(block + 8 * WR_INFLIGHT), load_acquire(block + 8 * WR_STATS) + 8 * STATS_OVER
+    if load_acquire(over) != 0:
         return 0
     fetch_add(inflight, 1)
-    if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
+    if load_acquire(over) != 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
         fetch_add(inflight, -1)
         return 0
     return inflight
@@ -215,25 +217,24 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
     a signal). One waiter a record at a time may be relied on to see every change. ``port``: what the waiter polls meanwhile
     (``words/completions``), or 0."""
-    for _ in range(_PAUSES):
+    looks, start, spin_ns = 0, 0, 0
+    while True:
         if port != 0:
             poll(port)
         if load_acquire(record) >= target:
             return OK
-        pause()
-    start = now()
-    spin_ns = min(load_acquire(budget), slice_ns)
-    before = start
-    while before - start < spin_ns:
-        if port != 0:
-            poll(port)
-        if load_acquire(record) >= target:
-            return OK
-        sched_yield()
-        after = now()
-        if after - before > _CROWDED_NS:
+        looks += 1
+        if looks < _PAUSES:
+            pause()
+            continue
+        at = now()
+        if looks == _PAUSES:
+            start, spin_ns = at, min(load_acquire(budget), slice_ns)
+        if at - start >= spin_ns:
             break
-        before = after
+        sched_yield()
+        if now() - at > _CROWDED_NS:
+            break
     if slice_ns <= 0:
         return TIMEOUT
     fetch_add(record + 8, 1)
@@ -295,7 +296,8 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     Returns ``row << 32 | fresh``, ``TIMEOUT`` after ``slice_ns``, or ``CHANGED`` as soon as ``word`` (an address, or 0)
     no longer holds ``expected``. What is returned is taken: ``seen`` is advanced, and ``word`` becomes ``expected + 1``.
     """
-    for _ in range(_PAUSES):
+    looks, start, spin_ns = 0, 0, 0
+    while True:
         if port != 0:
             poll(port)
         found = _scan(table, rows)
@@ -303,23 +305,18 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
             return _claim(table, found, word, expected)
         if word != 0 and load_acquire(word) != expected:
             return CHANGED
-        pause()
-    start = now()
-    spin_ns = min(load_acquire(budget), slice_ns)
-    before = start
-    while before - start < spin_ns:
-        if port != 0:
-            poll(port)
-        found = _scan(table, rows)
-        if found >= 0:
-            return _claim(table, found, word, expected)
-        if word != 0 and load_acquire(word) != expected:
-            return CHANGED
-        sched_yield()
-        after = now()
-        if after - before > _CROWDED_NS:
+        looks += 1
+        if looks < _PAUSES:
+            pause()
+            continue
+        at = now()
+        if looks == _PAUSES:
+            start, spin_ns = at, min(load_acquire(budget), slice_ns)
+        if at - start >= spin_ns:
             break
-        before = after
+        sched_yield()
+        if now() - at > _CROWDED_NS:
+            break
     if slice_ns <= 0:
         return TIMEOUT
     rings = load_acquire(bell)

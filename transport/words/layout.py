@@ -13,10 +13,7 @@ DEVICE_NAME = 24
 """``char name[64]``."""
 
 # struct ibv_context; OPS_*: pointers to functions, byte offsets inside ibv_context
-CONTEXT_DEVICE = 0
-CONTEXT_CMD_FD = 264
-CONTEXT_ASYNC_FD = 268
-CONTEXT_NUM_COMP_VECTORS = 272
+CONTEXT_DEVICE, CONTEXT_CMD_FD, CONTEXT_ASYNC_FD = 0, 264, 268
 OPS_POLL_CQ = 96
 """``int poll_cq(ibv_cq *cq, int num_entries, ibv_wc *wc)``: how many were filled, or negative."""
 OPS_REQ_NOTIFY_CQ = 104
@@ -27,127 +24,58 @@ OPS_POST_SEND = 208
 """``int post_send(ibv_qp *qp, ibv_send_wr *wr, ibv_send_wr **bad)``: 0 or an errno; what lies before ``*bad`` was posted."""
 
 # struct ibv_qp
-QP_CONTEXT = 0
-QP_PD = 16
-QP_SEND_CQ = 24
-QP_RECV_CQ = 32
-QP_SRQ = 40
-QP_HANDLE = 48
-QP_NUM = 52
-QP_STATE = 56
-QP_TYPE = 60
+QP_CONTEXT, QP_PD, QP_SEND_CQ, QP_RECV_CQ, QP_SRQ, QP_NUM, QP_STATE, QP_TYPE = 0, 16, 24, 32, 40, 52, 56, 60
 
 # struct ibv_cq
-CQ_CONTEXT = 0
-CQ_CHANNEL = 8
-CQ_CQ_CONTEXT = 16
-CQ_HANDLE = 24
-CQ_CQE = 28
+CQ_CONTEXT, CQ_CHANNEL, CQ_CQE = 0, 8, 28
 
 # struct ibv_srq
-SRQ_CONTEXT = 0
-SRQ_PD = 16
-SRQ_HANDLE = 24
+SRQ_CONTEXT, SRQ_PD = 0, 16
 
 # struct ibv_pd
 PD_CONTEXT = 0
 
 # struct ibv_mr
-MR_LKEY = 36
-MR_RKEY = 40
+MR_LKEY, MR_RKEY = 36, 40
 
 # struct ibv_comp_channel
-CHANNEL_CONTEXT = 0
-CHANNEL_FD = 8
+CHANNEL_CONTEXT, CHANNEL_FD = 0, 8
 
 # struct ibv_send_wr
 SEND_WR_BYTES = 128
-SEND_WR_WR_ID = 0
-SEND_WR_NEXT = 8
-SEND_WR_SG_LIST = 16
-SEND_WR_NUM_SGE = 24
-SEND_WR_OPCODE = 28
-SEND_WR_SEND_FLAGS = 32
-SEND_WR_IMM_DATA = 36
-SEND_WR_REMOTE_ADDR = 40
-SEND_WR_RKEY = 48
+SEND_WR_WR_ID, SEND_WR_SG_LIST, SEND_WR_SEND_FLAGS, SEND_WR_REMOTE_ADDR, SEND_WR_RKEY = 0, 16, 32, 40, 48
 
 # struct ibv_sge
 SGE_BYTES = 16
-SGE_ADDR = 0
-SGE_LENGTH = 8
-SGE_LKEY = 12
+SGE_ADDR, SGE_LENGTH, SGE_LKEY = 0, 8, 12
 
 # struct ibv_recv_wr
 RECV_WR_BYTES = 32
-RECV_WR_WR_ID = 0
 RECV_WR_NEXT = 8
-RECV_WR_SG_LIST = 16
-RECV_WR_NUM_SGE = 24
 
 # struct ibv_wc
 WC_BYTES = 48
-WC_WR_ID = 0
-WC_STATUS = 8
-WC_OPCODE = 12
-WC_VENDOR_ERR = 16
-WC_BYTE_LEN = 20
-WC_IMM_DATA = 24
-WC_QP_NUM = 28
-WC_SRC_QP = 32
-WC_WC_FLAGS = 36
+WC_WR_ID, WC_STATUS, WC_OPCODE, WC_VENDOR_ERR, WC_IMM_DATA, WC_QP_NUM = 0, 8, 12, 16, 24, 28
 
 # enum ibv_wr_opcode: what a work request asks for
-WR_RDMA_WRITE = 0
-WR_RDMA_WRITE_WITH_IMM = 1
-WR_SEND = 2
-WR_SEND_WITH_IMM = 3
-WR_RDMA_READ = 4
+WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_RDMA_READ = 0, 1, 4
 
 # enum ibv_send_flags
-SEND_FENCE = 1
-SEND_SIGNALED = 2
-SEND_SOLICITED = 4
-SEND_INLINE = 8
+SEND_FENCE, SEND_SIGNALED, SEND_INLINE = 1, 2, 8
 
 # enum ibv_wc_opcode: what completed; meaningless unless the status is WC_SUCCESS
-WC_SEND = 0
-WC_RDMA_WRITE = 1
-WC_RDMA_READ = 2
-WC_RECV = 128
-WC_RECV_RDMA_WITH_IMM = 129
-
-# enum ibv_wc_flags
-WC_WITH_IMM = 2
+WC_RDMA_WRITE, WC_RDMA_READ, WC_RECV, WC_RECV_RDMA_WITH_IMM = 1, 2, 128, 129
 
 # enum ibv_wc_status; names and causes of all of them are in ``nic/status``
 WC_SUCCESS = 0
-WC_LOC_LEN_ERR = 1
-WC_LOC_QP_OP_ERR = 2
-WC_LOC_PROT_ERR = 4
-WC_WR_FLUSH_ERR = 5
-WC_LOC_ACCESS_ERR = 8
-WC_REM_INV_REQ_ERR = 9
-WC_REM_ACCESS_ERR = 10
-WC_REM_OP_ERR = 11
-WC_RETRY_EXC_ERR = 12
-WC_RNR_RETRY_EXC_ERR = 13
-WC_GENERAL_ERR = 21
 
 # enum ibv_qp_state, ibv_qp_type, ibv_access_flags
-QPS_RESET = 0
-QPS_INIT = 1
-QPS_RTR = 2
-QPS_RTS = 3
-QPS_ERR = 6
+QPS_INIT, QPS_RTR, QPS_RTS, QPS_ERR = 1, 2, 3, 6
 QPT_RC = 2
-ACCESS_LOCAL_WRITE = 1
-ACCESS_REMOTE_WRITE = 2
-ACCESS_REMOTE_READ = 4
+ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ = 1, 2, 4
 
 # struct ibv_async_event
 ASYNC_EVENT_BYTES = 16
-ASYNC_EVENT_ELEMENT = 0
 ASYNC_EVENT_TYPE = 8
 
 # enum ibv_qp_attr_mask: the bit that says that a field of struct ibv_qp_attr is set

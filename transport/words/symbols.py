@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +43,20 @@ class CFunction:
     signature: Signature
 
     def __call__(self, *arguments: int) -> Any:
-        not_compiled()
+        raise TypeError("only kernels can call this")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the machine, for kernels: ``instructions`` has under its name how it is emitted. All operands, and the
+    result, are ``int64``."""
+
+    name: str
+    operands: str
+    """Their names."""
+
+    def __call__(self, *operands: int) -> int:
+        raise TypeError("only kernels can call this")
 
 
 class Kernel:
@@ -57,24 +70,11 @@ class Kernel:
         return self.function.__qualname__
 
 
-operations: set[Callable[..., Any]] = set()
-"""The functions that stand for operations of the machine; ``instructions`` has those under the same names."""
 inlined: set[Callable[..., Any]] = set()
 """The functions that become a part of the kernels that call them."""
-
-
-def operation(function: F) -> F:
-    """A decorator: kernels may call this, and get what ``instructions`` has under its name."""
-    operations.add(function)
-    return function
 
 
 def inline(function: F) -> F:
     """A decorator: kernels may call this function, whose source becomes a part of theirs."""
     inlined.add(function)
     return function
-
-
-def not_compiled() -> NoReturn:
-    """The body of an operation: Python cannot run it."""
-    raise TypeError("only kernels can call this")

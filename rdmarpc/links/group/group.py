@@ -132,17 +132,17 @@ class Group:
 
     def worker(self, number: int) -> WorkerInfo:
         """The worker that has, or had, that number (see ``Record``). Raises ``PeerLost`` if it left before we heard of it."""
-        info = self.workers.ever(number)
+        info = self.workers.ever.get(number)
         if info is None:
             self.refresh()
-            info = self.workers.ever(number)
+            info = self.workers.ever.get(number)
         if info is None:
             self.missed(number)
             raise self.departed(number)
         return info
 
     def name_of(self, number: int) -> str:
-        info = self.workers.ever(number)
+        info = self.workers.ever.get(number)
         return f"number {number}" if info is None else info.name
 
     def departed(self, number: int) -> PeerLost:

@@ -57,14 +57,14 @@ class Members:
     """The workers by number (``Record``) and rank, iterated in rank order. Any thread reads; ``replace`` swaps whole tables."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self._ever: dict[int, WorkerInfo] = {}
+        self.ever: dict[int, WorkerInfo] = {}
         """All workers that were members at some look, by number."""
         self.replace(records)
 
     def replace(self, records: Iterable[Record]) -> None:
         ordered = sorted(records, key=lambda record: record.rank)
         infos = [WorkerInfo(record.name, record.rank, record.number) for record in ordered]
-        self._ever.update((info.number, info) for info in infos)
+        self.ever.update((info.number, info) for info in infos)
         self._records = {record.number: record for record in ordered}
         self._infos = {info.id: info for info in infos}
         self.by_name = {info.name: info for info in infos}
@@ -72,10 +72,6 @@ class Members:
     def record(self, number: int) -> Record | None:
         """The record of a worker that is a member now; ``None`` for any other number."""
         return self._records.get(number)
-
-    def ever(self, number: int) -> WorkerInfo | None:
-        """The worker of a number that is, or was, a member; ``None`` for a number that was never seen here."""
-        return self._ever.get(number)
 
     def records(self) -> list[Record]:
         return list(self._records.values())

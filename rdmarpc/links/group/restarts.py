@@ -15,7 +15,7 @@ import os
 
 import torch.distributed as dist
 
-from ...transport.shm.channel import runs as process_runs
+from ...transport import process_runs
 from .job_secret import Claim
 
 _KEY = "lives"

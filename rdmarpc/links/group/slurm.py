@@ -22,11 +22,6 @@ class Task:
     init_method: str
 
 
-def in_step() -> bool:
-    """Whether ``srun`` started this process as one of several tasks. The shell of ``sbatch`` and ``salloc`` is none."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-
-
 def this_task(init_method: str = "slurm://") -> Task:
     """The task that this process is in its step. ``slurm://:PORT`` says which port of the first host to use; else the port
     follows from the numbers of job and step. Raises ``RuntimeError`` outside of a step."""

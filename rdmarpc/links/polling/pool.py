@@ -24,9 +24,7 @@ from collections import deque
 
 import torch
 
-from ...transport.peers.ended import nobody
-from ...transport.peers.guard import Guard
-from ...transport.words import kernels
+from ...transport import Guard, kernels, nobody
 from . import steps
 from .modes import clear, left
 from .progress import Job, Progress
@@ -87,10 +85,6 @@ class Pool:
     def slot(self) -> int:
         """The number of the calling thread in the pool; 0 if it is not one of the pool's."""
         return self._progress.here.pool
-
-    def others_run(self, besides: set[int]) -> bool:
-        """Whether functions run on threads of the pool other than these (by ``slot``)."""
-        return bool(self.running - besides)
 
     def submit(self, job: Job) -> None:
         """Have the pool run ``job`` soon."""
@@ -155,9 +149,7 @@ class Pool:
             self.threads.append(thread)
 
     def _run_one(self, number: int) -> bool:
-        """Run the oldest job, if there is one and the limit allows it."""
-        if not self.jobs or self._full:
-            return False
+        """Run the oldest job, if there is one."""
         self.running.add(number)
         try:
             job = self.jobs.popleft()
@@ -179,7 +171,7 @@ class Pool:
 
     @property
     def _full(self) -> bool:
-        """Whether no other job may begin."""
+        """Whether no other job may begin. (Code that runs for every call looks at the first half itself.)"""
         return len(self.running) >= self._limit and not (
             self._relief and len(self.running - self._progress.waiting) < self._limit
         )
@@ -193,13 +185,14 @@ class Pool:
             seen = kernels.load(self._words.jobs)
             self._called = False
             self._at_work.add(number)
-            self._progress.want_finish()
+            if self._progress.unfinished:
+                self._progress.want_finish()
             while self.jobs:
                 if not self._stands_by:
                     # Somebody has to look after the rings, and the next job, should this one block.
                     steps.leave_to_watchdog(self._words.backlog, self._words.asleep)
                 steps.show(self._words.runs, self._words.asleep)
-                if not self._run_one(number):
+                if self._full or not self._run_one(number):
                     break
             self._at_work.discard(number)
             if steps.take(self._token, mine, self._bell):
@@ -230,8 +223,9 @@ class Pool:
                 progress.read(found >> 32, found & 0xFFFFFFFF)
             except BaseException as error:  # the token is ours: nobody would read any more
                 self._guard.note(error, "reading messages")
-            progress.want_finish()
-            while jobs and not self._full:
+            if progress.unfinished:
+                progress.want_finish()
+            while jobs and (len(self.running) < self._limit or not self._full):
                 steps.start_run(token, held, running, runs, asleep)
                 self._run_one(number)
                 if not kernels.swap_if(token, running, held):

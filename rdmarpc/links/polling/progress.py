@@ -16,15 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-from ...transport import Poller, RdmaError
-from ...transport.interrupts import interruptible
-from ...transport.peers.ended import nobody
-from ...transport.words import kernels
+from ...transport import Poller, RdmaError, interruptible, kernels, nobody
 from . import steps
 
 Job = Callable[[], None]
+Awaited = Any
+"""What a thread can wait for, until its ``done`` is true."""
 Read = Callable[[int, int], None]
 """``read(row, fresh)`` is called by the holder of the role for every row of the poller with news; it must not block."""
 
@@ -33,13 +32,6 @@ _PATIENCE_NS = 100_000  # how long an answer waits for the thread that wants it
 
 
 _NEVER = SimpleNamespace(done=False)
-
-
-class Awaited(Protocol):
-    """What a thread can wait for."""
-
-    @property
-    def done(self) -> bool: ...
 
 
 class Here(threading.local):
@@ -77,12 +69,14 @@ class Progress:
         """The numbers of those threads of the pool that wait here."""
         self.new_number: Callable[[], int] = itertools.count(1).__next__
         """Draws a number by which the token names a thread. No number is given twice."""
-        self._followers: set[int] = set()
+        self.followers: set[int] = set()
+        """Threads that wait for what another one reads: they hear of it by ``completed``."""
         self._lingers_until = 0.0
 
     def want_finish(self) -> bool:
-        """Leave the answers in ``unfinished`` to the pool, as one job. Returns whether that job is new."""
-        if not self.unfinished or self._finishing:
+        """Leave the answers in ``unfinished``, of which there are some, to the pool, as one job. Returns whether that job is
+        new."""
+        if self._finishing:
             return False
         self._finishing = True
         self.jobs.append(self._finish)
@@ -95,42 +89,41 @@ class Progress:
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
         """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
         mine, pool = self.here.waiter or self._enter(), self.here.pool
-        if not pool or pool in self.waiting:  # a finalizer waits in the midst of another wait
-            return self._wait_for(awaited, deadline, mine)
-        self.waiting.add(pool)
+        if pool in self.waiting:  # a finalizer waits in the midst of another wait
+            pool = 0
+        if pool:
+            self.waiting.add(pool)
         try:
-            return self._wait_for(awaited, deadline, mine)
+            while not awaited.done:
+                if steps.take(self._token, mine, self._bell):
+                    held, interrupted = mine, True
+                    try:
+                        held = self._drive(awaited, mine, deadline)
+                        interrupted = False
+                    finally:
+                        wanted = self.outstanding or self.unfinished
+                        if not (wanted and steps.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
+                            self._lingers_until = 0.0
+                            steps.let_go(self._token, held, self._bell, self._table, self.poller.rows)
+                        if self.followers:
+                            steps.event(self._events)
+                        if interrupted and self.jobs:  # the handler may have come before the pool was told of them
+                            self.offer()
+                elif kernels.load(self._token) == mine:
+                    self._drive_inside(awaited, mine, deadline)
+                elif self.reading:
+                    raise RdmaError(
+                        "a call that a finalizer makes while its thread reads messages cannot be waited for",
+                        hint="do not wait there, or have a thread make the call",
+                    )
+                else:
+                    self._follow(awaited, mine)
+                if deadline is not None and not awaited.done and time.monotonic() >= deadline:
+                    return False
+            return True
         finally:
-            self.waiting.discard(pool)
-
-    def _wait_for(self, awaited: Awaited, deadline: float | None, mine: int) -> bool:
-        while not awaited.done:
-            if steps.take(self._token, mine, self._bell):
-                held, interrupted = mine, True
-                try:
-                    held = self._drive(awaited, mine, deadline)
-                    interrupted = False
-                finally:
-                    wanted = self.outstanding or self.unfinished
-                    if not (wanted and steps.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
-                        self._lingers_until = 0.0
-                        steps.let_go(self._token, held, self._bell, self._table, self.poller.rows)
-                    if self._followers:
-                        steps.event(self._events)
-                    if interrupted and self.jobs:  # the handler may have come before the pool was told of them
-                        self.offer()
-            elif kernels.load(self._token) == mine:
-                self._drive_inside(awaited, mine, deadline)
-            elif self.reading:
-                raise RdmaError(
-                    "a call that a finalizer makes while its thread reads messages cannot be waited for",
-                    hint="do not wait there, or have a thread make the call",
-                )
-            else:
-                self._follow(awaited, mine)
-            if deadline is not None and not awaited.done and time.monotonic() >= deadline:
-                return False
-        return True
+            if pool:
+                self.waiting.discard(pool)
 
     def _drive_inside(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
         """Read on behalf of a finalizer that has interrupted this thread's own ``_drive``, which goes on afterwards."""
@@ -203,7 +196,7 @@ class Progress:
                 continue
             if found == kernels.CHANGED:  # a signal handler took long, and others have the role
                 return mine
-            if self.want_finish():
+            if self.unfinished and self.want_finish():
                 self.offer()
             if deadline is not None:
                 left = int((deadline - time.monotonic()) * 1e9)
@@ -215,16 +208,16 @@ class Progress:
     @interruptible()
     def _follow(self, awaited: Awaited, mine: int) -> None:
         seen = kernels.load(self._events)
-        self._followers.add(mine)
+        self.followers.add(mine)
         try:
             if not awaited.done:
                 steps.follow(self._token, self._events, seen, kernels.SPIN_MIN_NS, kernels.SLICE_NS // 10)
         finally:
-            self._followers.discard(mine)
+            self.followers.discard(mine)
 
     def completed(self) -> None:
         """Something that another thread may wait for is done. Cheap when nobody does."""
-        if self._followers:
+        if self.followers:
             steps.event(self._events)
 
     def interrupt(self) -> None:

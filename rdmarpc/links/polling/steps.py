@@ -33,24 +33,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...transport import Poller
-from ...transport.words import kernels
-from ...transport.words.atomics import (
+from ...transport import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     WAKE_ALL,
+    Poller,
     compare_exchange,
+    compiled,
     fence,
     fetch_add,
     futex,
+    i64,
+    kernels,
     load_acquire,
     now,
     pause,
     sched_yield,
     store_release,
 )
-from ...transport.words.compiled import compiled
-from ...transport.words.symbols import i64
 
 POLLING, HOLDING, RUNNING, WAITER = 0, 1, 2, 4
 _LINE = 64  # bytes of a cache line

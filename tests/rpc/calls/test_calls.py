@@ -179,8 +179,7 @@ def test_a_call_ends_at_its_timeout():
     results(run_group(timeouts))
 
 
-def in_flight(rank):
-    count = 3000
+def in_flight(count, rank):
     peer = f"worker{1 - rank}"
     window: deque = deque()
     for n in range(count):
@@ -197,7 +196,7 @@ def in_flight(rank):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_calls_in_flight_both_ways(device):
-    results(run_group(in_flight, transport=device))
+    results(run_group(partial(in_flight, 3000), transport=device))
 
 
 def callbacks(rank):

@@ -326,7 +326,7 @@ def test_calls_do_not_spoil_a_graph_that_is_captured() -> None:
 def round_a_capture(rank: int) -> None:
     """torch's pool is gone round past the stream that captures, wherever that is and wherever the next one is."""
     import rdmarpc as rpc
-    from rdmarpc.transport.gpu.stream_pool import StreamPool
+    from rdmarpc.transport.gpu.events import StreamPool
 
     pool, streams = StreamPool(0), {}
     while (stream := torch.Stream(gpu.device())).stream_id not in streams:

@@ -268,7 +268,7 @@ def late_answer(rank):
 
 def outstanding():
     agent.current().callee.handovers.sweep()
-    return agent.current().callee.handovers._outstanding
+    return agent.current().callee.handovers.outstanding
 
 
 def test_late_answers_give_back_what_they_brought():

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from group import results, run_group
+from timing import eventually
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,7 +97,8 @@ def leaves(rank):
         done = threading.Event()
         rpc.rpc_async(THERE, state).add_done_callback(lambda _: (leave("all"), done.set()))
         assert done.wait(30)
-        assert rpc.rpc_sync("worker0", state)[1:] == first and rpc.rpc_sync(THERE, state)[1:] == first
+        eventually(lambda: rpc.rpc_sync("worker0", state)[1:], first)  # it says so before it has come to its end
+        assert rpc.rpc_sync(THERE, state)[1:] == first
     rpc.shutdown()
 
 

@@ -18,7 +18,7 @@ from timing import eventually
 import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.calls import agent
-from rdmarpc.links.frames import ERROR, REQUEST, RESPONSE
+from rdmarpc.links.frames import ERROR, GRADIENTS, REQUEST, RESPONSE
 
 WORKERS, THREADS, CONTEXTS = 4, 3, 8
 SIZE = 3000  # doubles: goes to landing places
@@ -44,7 +44,7 @@ class Late:
         me = agent.current()
         self.accept, self.answer, self.end = me.callee.accept, me.caller.answer, me.contexts.end
         takes = me.reading.handlers
-        takes[REQUEST] = lambda link, frame: self.later(self.accept, link, frame)
+        takes[REQUEST] = takes[GRADIENTS] = lambda link, frame: self.later(self.accept, link, frame)
         takes[RESPONSE] = takes[ERROR] = lambda link, frame: self.later(self.answer, link, frame)
         me.contexts.end = lambda *args: self.later(self.end, *args)
         threading.Thread(target=self.run, daemon=True).start()

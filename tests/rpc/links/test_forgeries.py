@@ -101,8 +101,8 @@ def confirms_children(to, child):
 def brings_gradients(context, message):
     """Those of a tensor that worker1 got, to worker0."""
     header = waves._PASS.pack(context, 2, 7, 7, False)
-    heads = waves._ENTRY.pack(message, 1)
-    return repr(have("worker0", waves._deliver, header, heads, torch.full((3,), 100.0))[0])
+    heads, gradients = waves._pack([(message, (torch.full((3,), 100.0),))])
+    return repr(have("worker0", waves.deliver, header + heads, gradients)[0])
 
 
 # -- what ends the link

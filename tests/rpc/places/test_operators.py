@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from typing import Any
+
 import operators
 import pytest
 import tables
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rdmarpc.places import operators as told
+from rdmarpc.places.geometry import geometry
+from rdmarpc.places.worker import form_with_out, raw
 
 VIEWS = (
     "t transpose permute view reshape expand narrow select unfold diagonal split chunk unbind squeeze unsqueeze real imag "
@@ -87,3 +94,44 @@ def test_what_no_table_says_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(told, "known_operators", {})
     found = tables.watch(["native_batch_norm", "nn_functional_batch_norm"], [torch.float32], 4).found
     assert any("native_batch_norm writes its operand" in text for text in found), list(found)
+
+
+class _WrittenElsewhere(TorchDispatchMode):
+    """Runs the form with ``out=`` of each operator that has one, and compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+        self.compared: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        found = form_with_out(func) if type(made) is torch.Tensor and made.layout is torch.strided else None
+        tags = torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape
+        if found is None or made.is_conj() or made.is_neg() or 0 in made.stride() or any(tag in func.tags for tag in tags):
+            return made
+        shape = geometry(made)
+        memory = torch.empty(shape.span, dtype=made.dtype).as_strided(shape.shape, shape.strides)
+        written, out = found
+        written(*args, **(kwargs or {}), **{out: memory})
+        self.compared.add(func.name())
+        if geometry(memory) != shape or raw(memory) != raw(made):
+            self.wrong.append(f"{func.name()}: {shape}")
+        return made
+
+
+def test_forms_with_out_give_the_same_bits() -> None:
+    """What crosses over an adapter is made by these."""
+    mode, database = _WrittenElsewhere(), operators.operators()
+    for name in named(QUICK):
+        op = database[name]
+        if name in DRAWS or name.startswith("_foreach") or torch.float32 not in op.dtypes:
+            continue
+        for sample in operators.samples(op, torch.float32, True, 1):
+            with contextlib.suppress(Exception), mode, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made = op(sample.input, *sample.args, **sample.kwargs)
+                made = made[0] if isinstance(made, tuple | list) else made
+                if made.requires_grad:
+                    made.backward(torch.ones_like(made))
+    assert not mode.wrong and len(mode.compared) > 60, (mode.wrong, len(mode.compared))

@@ -660,7 +660,7 @@ def crossing() -> None:
 # -- threads, memory, errors
 
 
-def threads() -> None:
+def threads(count: int = 6, turns: int = 30) -> None:
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -668,7 +668,7 @@ def threads() -> None:
             generator = torch.Generator().manual_seed(number)
             plain = torch.randn(40, 40, generator=generator)
             worker = (W1, W2)[number % 2]
-            for turn in range(30):
+            for turn in range(turns):
                 x = there(plain, worker).requires_grad_()
                 y = (x @ x.t()).relu().sum() * turn
                 y.backward()
@@ -681,7 +681,7 @@ def threads() -> None:
             errors.append(error)
 
     shared = [there(torch.ones(40, 40), worker) for worker in (W1, W2)]
-    running = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    running = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for each in running:
         each.start()
     for each in running:

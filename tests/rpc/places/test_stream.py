@@ -15,7 +15,9 @@ from standing_group import StandingGroup
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.places import at_place, streams, tensor
+from rdmarpc.calls import agent
+from rdmarpc.places import at_place, runners, streams, tensor
+from rdmarpc.transport.tcp.channel import TcpChannel
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +50,12 @@ def test_forms_are_forgotten(group):
     group.run(ever_new_shapes)
 
 
-def much_memory() -> None:
+def much_memory(turns: int = 60) -> None:
     """Far more crosses than the regions hold, in every direction, while earlier tensors live."""
     one, two = rpc.device("worker1"), rpc.device("worker2")
     kept = torch.randn(100, 1000)
     held = kept.to(one)
-    for turn in range(60):
+    for turn in range(turns):
         x = torch.randn(500, 1000)  # 2 MB
         found = x.to(one) * 2
         crossed = found.to(two) + 1
@@ -249,3 +251,43 @@ def several_threads() -> None:
 
 def test_threads_share_streams(group):
     group.run(several_threads)
+
+
+def send_only_what_is_registered(says: bool) -> None:
+    TcpChannel.registered_only = says
+
+
+def in_the_arena() -> int:
+    """How many of the tensors that this worker's streams hold, and did not get from elsewhere, lie in its arena."""
+    arena = agent.current().device.arena
+    held = [each for some in runners._runners.values() for runner in some.values() for each in runner.values.values()]
+    return sum(hasattr(each, "made_by") and arena.find(each.data_ptr(), each.nbytes) is not None for each in held)
+
+
+def made_where_it_is_sent_from() -> None:
+    """What crosses is made in the arena from the third time on, if torch has a form of the operator for that; not the rest."""
+    for worker in ("worker1", "worker2"):
+        rpc.rpc_sync(worker, send_only_what_is_registered, (True,))
+    one, two = rpc.device("worker1"), rpc.device("worker2")
+    weight, x, index = torch.randn(40, 40), torch.randn(40, 40), torch.arange(40)
+    kept = []
+    for turn in range(5):
+        product = x.to(one) @ weight.to(one)
+        hidden, chosen = torch.tanh(product), product[index.to(one) % (turn + 2) == 0]
+        crossed = torch.relu(hidden.to(two)) + 1, torch.relu(product).to(two), chosen.to(two)
+        kept += [product, hidden, crossed]
+        product = x @ weight
+        assert torch.equal(crossed[0].cpu(), torch.relu(torch.tanh(product)) + 1)
+        assert torch.equal(crossed[1].cpu(), torch.relu(product))
+        assert torch.equal(crossed[2].cpu(), product[index % (turn + 2) == 0])
+    assert rpc.rpc_sync("worker1", in_the_arena) == 3  # the tanh: it crosses, and the others do not, or have no such form
+    for worker in ("worker1", "worker2"):
+        rpc.rpc_sync(worker, send_only_what_is_registered, (False,))
+
+
+def test_what_crosses_is_made_where_it_is_sent_from():
+    group = StandingGroup(3, transport="tcp")
+    try:
+        group.run(made_where_it_is_sent_from)
+    finally:
+        group.end()

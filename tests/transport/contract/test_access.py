@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timing import eventually
 from transport_peer import C, Pair, S, all_are, altered, filled
 
 from rdmarpc.transport import Channel, Device, RemoteAccessError, RemoteRegion
@@ -90,11 +91,15 @@ def test_memory_for_one_peer_ends_with_its_channel(pair: Pair) -> None:
     pair.b.empty(1)
     assert all_are(alias, S)
     del alias
-    gc.collect()
-    pair.b.arena.sweep()
-    after = pair.b.counters()
-    assert after["segments"] <= before["segments"] + 1 and after["arena_used"] <= before["arena_used"] + 64
-    assert len(pair.b.memory.regions) == after["segments"]
+
+    def given_back() -> bool:
+        gc.collect()
+        pair.b.arena.sweep()
+        after = pair.b.counters()
+        return after["segments"] <= before["segments"] + 1 and after["arena_used"] <= before["arena_used"] + 64
+
+    eventually(given_back)  # a thread that serves the channel may just have been at it
+    assert len(pair.b.memory.regions) == pair.b.counters()["segments"]
     other = readable(pair.b, 1 << 20, S)
     assert all_are(other, S)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -60,17 +62,17 @@ def test_then_comes_when_the_channel_ends(pair: Pair) -> None:
         assert ended.wait(T) and isinstance(work.exception(), PeerLost)
 
 
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_write_then_read_back(pair: Pair, nbytes: int) -> None:
-    ours, theirs = filled(pair.a, nbytes, C), filled(pair.b, nbytes, S)
-    remote = pair.remote(theirs)
-    back = filled(pair.a, nbytes, 0)
-    pair.ab.memcpy(back, remote).wait(T)
-    assert all_are(back, S) and all_are(theirs, S)
-    pair.ab.memcpy(remote, ours).wait(T)
-    assert all_are(theirs, C) and all_are(ours, C)
-    pair.ab.memcpy(back, remote).wait(T)
-    assert all_are(back, C)
+def test_write_then_read_back(pair: Pair) -> None:
+    for nbytes in SIZES:
+        ours, theirs = filled(pair.a, nbytes, C), filled(pair.b, nbytes, S)
+        remote = pair.remote(theirs)
+        back = filled(pair.a, nbytes, 0)
+        pair.ab.memcpy(back, remote).wait(T)
+        assert all_are(back, S) and all_are(theirs, S), nbytes
+        pair.ab.memcpy(remote, ours).wait(T)
+        assert all_are(theirs, C) and all_are(ours, C), nbytes
+        pair.ab.memcpy(back, remote).wait(T)
+        assert all_are(back, C), nbytes
 
 
 def test_write_from_the_accepting_side(pair: Pair) -> None:
@@ -108,29 +110,32 @@ def test_more_than_a_gibibyte(pair: Pair) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("here", "there"), [(0, 1), (1, 0), (3, 7), (63, 64), (4095, 4097)])
-@pytest.mark.parametrize("nbytes", [1, 5, 4096, 70_001])
-def test_any_alignment_and_nothing_beside_it(pair: Pair, here: int, there: int, nbytes: int) -> None:
+def test_any_alignment_and_nothing_beside_it(pair: Pair) -> None:
     ours, theirs = filled(pair.a, 100_000, C), filled(pair.b, 100_000, S)
     remote = pair.remote(theirs)
-    pair.ab.memcpy(remote[there : there + nbytes], ours[here : here + nbytes]).wait(T)
-    assert all_are(theirs[there : there + nbytes], C)
-    assert all_are(theirs[:there], S) and all_are(theirs[there + nbytes :], S)
-    theirs[there : there + nbytes] = 1
-    pair.ab.memcpy(ours[here : here + nbytes], remote[there : there + nbytes]).wait(T)
-    assert all_are(ours[here : here + nbytes], 1)
-    assert all_are(ours[:here], C) and all_are(ours[here + nbytes :], C)
+    places = ((0, 1), (1, 0), (3, 7), (63, 64), (4095, 4097))
+    for nbytes, (here, there) in itertools.product((1, 5, 4096, 70_001), places):
+        ours.fill_(C)
+        theirs.fill_(S)
+        pair.ab.memcpy(remote[there : there + nbytes], ours[here : here + nbytes]).wait(T)
+        case = f"{nbytes} bytes, {here} -> {there}"
+        assert all_are(theirs[there : there + nbytes], C), case
+        assert all_are(theirs[:there], S) and all_are(theirs[there + nbytes :], S), case
+        theirs[there : there + nbytes] = 1
+        pair.ab.memcpy(ours[here : here + nbytes], remote[there : there + nbytes]).wait(T)
+        assert all_are(ours[here : here + nbytes], 1), case
+        assert all_are(ours[:here], C) and all_are(ours[here + nbytes :], C), case
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-def test_any_dtype_and_shape(pair: Pair, dtype: torch.dtype) -> None:
-    for shape in ((), (1,), (3, 5), (2, 0, 4)):
+def test_any_dtype_and_shape(pair: Pair) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64)
+    for dtype, shape in itertools.product(dtypes, ((), (1,), (3, 5), (2, 0, 4))):
         ours = pair.a.empty(shape, dtype=dtype)
         ours.copy_(torch.randint(0, 2, shape))
         theirs = pair.b.empty(shape, dtype=dtype, writable=True).zero_()
         assert ours.shape == torch.Size(shape) and ours.dtype == dtype
         pair.ab.memcpy(pair.remote(theirs), ours).wait(T)
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, theirs), (dtype, shape)
 
 
 def test_local_side_may_lie_anywhere(pair: Pair) -> None:
@@ -520,3 +525,24 @@ def test_unknown_devices() -> None:
     for name in ("", "infiniband", "shm://here"):
         with pytest.raises(NotSupported, match="shm"):
             transport.open_device(name)
+
+
+def test_arrays_of_numpy_are_copied_as_tensors_are(pair: Pair) -> None:
+    source, into = np.full(1000, C, np.uint8), np.zeros(1000, np.uint8)
+    theirs = filled(pair.b, 1000, 0)
+    pair.ab.memcpy(pair.remote(theirs), source).wait(T)
+    assert all_are(theirs, C)
+    pair.ab.memcpy(into, pair.remote(theirs)).wait(T)
+    assert (into == C).all()
+    with pytest.raises(ValueError, match="contiguous"):
+        pair.ab.memcpy(pair.remote(theirs), np.zeros(2000, np.uint8)[::2])
+    with pytest.raises(ValueError, match=r"an array that torch\.from_dlpack takes, or a Region, got builtins\.bytes"):
+        pair.ab.memcpy(pair.remote(theirs), bytes(1000))  # type: ignore[arg-type]
+
+
+def test_an_array_of_numpy_is_registered(pair: Pair) -> None:
+    array = np.full(1000, S, np.uint8)
+    into = filled(pair.a, 1000, 0)
+    with pair.b.register(array) as region:
+        pair.ab.memcpy(into, RemoteRegion.load(region.export())).wait(T)
+    assert all_are(into, S)

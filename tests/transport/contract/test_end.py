@@ -91,10 +91,10 @@ def test_who_finds_a_broken_connection_is_told_what_the_peer_said_last(
     b: Any = open_device("shm")
     ab, ba = a.connect(b.address), b.accept(timeout=T)
     may_hear = threading.Event()
-    hear = a._service._hear
-    a._service._hear = lambda channel: (may_hear.wait(T), hear(channel))
+    hear = a._hear
+    a._hear = lambda channel: (may_hear.wait(T), hear(channel))
     if unread:
-        b._service._hear = lambda channel: may_hear.wait(T)
+        b._hear = lambda channel: may_hear.wait(T)
         ab.send(SYNC, 1)
     ba.give_up(PeerLost("not seen running", status="SILENT"), SILENT)
     b.forget(ba)

@@ -223,7 +223,7 @@ def test_a_peer_that_runs_and_does_not_read_is_not_lost(
     size = 96 << 20
     theirs = RemoteRegion.load(peer.call(make, "theirs", size, S))
     ours = tensor_of(device, size, C)
-    peer.start(hold_the_gil, 6.0)
+    peer.start(hold_the_gil, 4.0)
     time.sleep(0.2)
     channel.memcpy(theirs, ours, notify=1).wait(20.0)
     peer.finish()

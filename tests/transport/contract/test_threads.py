@@ -186,15 +186,15 @@ def _foreign() -> Any:
 
 
 def test_looking_after_one_peer(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    loops, bad = hub.loops(), hub.ours[0]
-    look = loops._look
+    device, bad = hub.device, hub.ours[0]
+    look = device._look  # type: ignore[attr-defined]
 
     def fails(channel: Channel, seconds: float) -> None:
         if channel is bad:
             raise MemoryError("nobody expected this")
         look(channel, seconds)
 
-    monkeypatch.setattr(loops, "_look", fails)
+    monkeypatch.setattr(device, "_look", fails)
     comes(lambda: hub.lost == [bad])
     assert isinstance(bad.error, PeerLost) and isinstance(bad.error.__cause__, MemoryError)
     hub.goes_on()
@@ -271,10 +271,10 @@ def test_telling_of_a_loss(kind: str, open_device: Open, error: BaseException) -
 def test_looking_at_completions(open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub("verbs", open_device)
     device: Any = hub.device
-    fails = Raises(device._watch._look_for_failures, times=2)
-    monkeypatch.setattr(device._watch, "_look_for_failures", fails)
+    fails = Raises(device.watch._look_for_failures, times=2)
+    monkeypatch.setattr(device.watch, "_look_for_failures", fails)
     for _ in range(2):
-        device._watch.wake()
+        device.watch.wake()
         time.sleep(0.2)
     comes(lambda: not fails.left)
     bad: Any = hub.ours[0]

@@ -449,11 +449,8 @@ def write_host(state: State, remote: bytes) -> None:
     state.channel.memcpy(there, torch.zeros(there.nbytes, dtype=torch.uint8)).wait(T)
 
 
-def share(state: State, library: str, remote: bytes) -> None:
-    if library == "cupy":
-        array = pytest.importorskip("cupy").full(1000, C, dtype="uint8")
-    else:
-        array = pytest.importorskip("numba.cuda").to_device(torch.full((1000,), C, dtype=torch.uint8).numpy())
+def share(state: State, remote: bytes) -> None:
+    array = pytest.importorskip("numba.cuda").to_device(torch.full((1000,), C, dtype=torch.uint8).numpy())
     tensor = torch.as_tensor(array, device="cuda")
     state.channel.memcpy(RemoteRegion.load(remote), tensor).wait(T)
     with state.device.register(tensor) as region:
@@ -461,11 +458,56 @@ def share(state: State, library: str, remote: bytes) -> None:
 
 
 @pytest.mark.skipif(gpu.TYPE != "cuda", reason="needs CUDA")
-@pytest.mark.parametrize("library", ["cupy", "numba"])
-def test_arrays_of_other_libraries(two: Two, library: str) -> None:
-    pytest.importorskip(library)
-    two.here.call(share, library, two.landing(1000, "gpu"))
+def test_arrays_of_numba(two: Two) -> None:
+    pytest.importorskip("numba")
+    two.here.call(share, two.landing(1000, "gpu"))
     assert two.there.call(values, "landing") == {C}
+
+
+def copy_array(state: State, remote: bytes) -> None:
+    """A WRITE of what cupy's stream makes late, and a READ into an array that cupy's stream fills before."""
+    import cupy
+
+    there = RemoteRegion.load(remote)
+    gpus = torch.get_device_module(gpu.TYPE)
+    with cupy.cuda.Stream(non_blocking=True):
+        with gpus.stream(gpus.ExternalStream(cupy.cuda.get_current_stream().ptr, device=0)):
+            gpu.sleep(200.0)
+        array = cupy.full(there.nbytes, C, dtype="uint8")
+        state.channel.memcpy(there, array).wait(T)
+        with gpus.stream(gpus.ExternalStream(cupy.cuda.get_current_stream().ptr, device=0)):
+            gpu.sleep(200.0)
+        array.fill(9)
+        state.channel.memcpy(array, there).wait(T)
+        assert set(array.get().tolist()) == {C}
+    with pytest.raises(ValueError, match="contiguous"):
+        state.channel.memcpy(there[:10], array[:20:2])
+
+
+def register_array(state: State, nbytes: int) -> bytes:
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True):
+        region = state.kept["region"] = state.device.register(cupy.full(nbytes, S, dtype="uint8"))
+    assert region.nbytes == nbytes
+    return region.export()
+
+
+def close_region(state: State) -> None:
+    state.kept["region"].close()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "auto"])
+def test_arrays_of_cupy(start: Callable[..., Two], kind: str) -> None:
+    """The real one on CUDA, else a stand-in (``softcupy``)."""
+    if gpu.TYPE == "cuda":
+        pytest.importorskip("cupy")
+    two = start(kind, kind, SOFTCUPY="1")
+    two.here.call(copy_array, two.landing(3000, "gpu"))
+    assert two.there.call(values, "landing") == {C}
+    two.here.call(copy_array, two.landing(3000, "cpu"))
+    assert two.here.call(read, two.there.call(register_array, 3000), "gpu") == {S}
+    two.there.call(close_region)
 
 
 def copy_around(state: State, remote: bytes) -> None:

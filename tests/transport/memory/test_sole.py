@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rdmarpc.calls import handover
-from rdmarpc.gradients import context as grad_context
 from rdmarpc.gradients.context import Context
 from rdmarpc.transport import open_device
 from rdmarpc.transport.memory import sole
@@ -27,9 +26,9 @@ WAYS: dict[str, Callable[[object], int]] = {
 @pytest.fixture(params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "getrefcount", WAYS[request.param])
-    monkeypatch.setattr(grad_context, "KEPT", sole._calibrated(sole._kept))
-    monkeypatch.setattr(handover, "PASSED", sole._calibrated(sole._passed))
-    monkeypatch.setattr(handover, "STORAGE", sole._calibrated(sole._storage))
+    monkeypatch.setattr(sole, "KEPT", sole._calibrated(sole._kept))
+    monkeypatch.setattr(sole, "PASSED", sole._calibrated(sole._passed))
+    monkeypatch.setattr(sole, "STORAGE", sole._calibrated(sole._storage))
     return str(request.param)
 
 
@@ -61,15 +60,15 @@ def test_what_somebody_else_sees_is_not_handed_over(way: str) -> None:
     device, counted = open_device("shm"), "all the same" not in way
     try:
         held = device.pool().run(12)
-        alone = handover.sole(held, device.arena)
+        alone = handover.sole_block(held, device.arena)
         assert (alone is not None) == counted
         for look in (lambda: [held], lambda: held.view(12), held.untyped_storage):
             other = look()
-            shared = handover.sole(held, device.arena)
+            shared = handover.sole_block(held, device.arena)
             assert shared is None
             del other
         del look
-        again = handover.sole(held, device.arena)
+        again = handover.sole_block(held, device.arena)
         assert (again is not None) == counted
     finally:
         device.close()

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from rdmarpc.transport import NotSupported, RdmaError
-from rdmarpc.transport.memory import attach
+from rdmarpc.transport.memory import mapping
 from rdmarpc.transport.nic import choice, pyverbs
-from rdmarpc.transport.nic import native as verbs_native
-from rdmarpc.transport.nic.native import find, half, peek, word
+from rdmarpc.transport.nic.native import Context, find, half, peek, word
 
 
 def test_looking_at_memory_that_is_not_there() -> None:
@@ -56,16 +55,10 @@ def test_the_one_pointer_that_matches() -> None:
         find(Hidden(address, ctypes.addressof(twin)), "queue", matches)
 
 
-def test_port_speeds() -> None:
-    assert verbs_native.gbit_per_s(2, 64) == 200.0  # 4X HDR
-    assert verbs_native.gbit_per_s(1, 1) == 2.5  # 1X SDR
-    assert verbs_native.gbit_per_s(32, 1) == 0.0  # a width of a later version
-
-
 def test_pyverbs_does_not_decide_about_the_logging_of_the_program() -> None:
     handlers, level = list(logging.root.handlers), logging.root.level
     try:
-        provider = pyverbs.PyverbsProvider()
+        provider = pyverbs.Pyverbs()
     except NotSupported as error:
         pytest.skip(str(error))
     assert logging.root.handlers == handlers and logging.root.level == level
@@ -73,7 +66,7 @@ def test_pyverbs_does_not_decide_about_the_logging_of_the_program() -> None:
     assert not any(path.endswith("dist-packages") for path in sys.path), "more than one package was put within reach"
     assert provider.devices() == sorted(provider.devices())
     with pytest.raises(RdmaError, match="ibv_open_device"):
-        provider.open("no_such_device")
+        Context(provider, "no_such_device")
 
 
 def test_why_no_package_is_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,7 +111,7 @@ def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: p
 
 def test_where_a_process_may_not_ask_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose seccomp profile forbids the call."""
-    monkeypatch.setattr(attach, "_error", lambda code, pid: NotSupported("not permitted"))
+    monkeypatch.setattr(mapping, "_error", lambda code, pid: NotSupported("not permitted"))
     with pytest.raises(NotSupported, match="process_vm_readv") as raised:
         peek(8, 8)
     assert "seccomp" in raised.value.hint

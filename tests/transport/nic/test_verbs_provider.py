@@ -20,11 +20,10 @@ import pytest
 
 from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
 from rdmarpc.transport.nic import choice, ports, sysfs
-from rdmarpc.transport.nic import provider as verbs_provider
 from rdmarpc.transport.nic import status as verbs_status
+from rdmarpc.transport.nic.attributes import LOCAL, REMOTE_WRITE, Route
 from rdmarpc.transport.nic.endpoint import route
-from rdmarpc.transport.nic.native import half, word
-from rdmarpc.transport.nic.provider import LOCAL, REMOTE_WRITE
+from rdmarpc.transport.nic.native import Context, Package, half, word
 from rdmarpc.transport.words import layout as at
 
 pytestmark = pytest.mark.rdma
@@ -35,14 +34,14 @@ PACKAGES = ["pyverbs"] + ["ibverbs"] * (importlib.util.find_spec("ibverbs") is n
 
 
 @pytest.fixture(scope="module", params=PACKAGES)
-def provider(request: pytest.FixtureRequest) -> verbs_provider.Provider:
+def provider(request: pytest.FixtureRequest) -> Package:
     return choice._choose(request.param)
 
 
 class Loop:
     """Two queue pairs of one process, connected to each other, and what it takes to post and poll without a kernel of ours."""
 
-    def __init__(self, provider: verbs_provider.Provider) -> None:
+    def __init__(self, provider: Package) -> None:
         self.port = ports.choose(provider)
         self.context = context = self.port.context
         self.pages = mmap.mmap(-1, NBYTES)
@@ -51,9 +50,7 @@ class Loop:
         self.region = context.register(self.address, NBYTES, REMOTE_WRITE)
         self.cq = context.completion_queue(64)
         self.srq = context.shared_receive_queue(64)
-        self.pairs = [
-            context.queue_pair(self.cq, self.srq, port=self.port.number, depth=16, max_sge=2, max_inline=128) for _ in range(2)
-        ]
+        self.pairs = [context.queue_pair(self.cq, self.srq, port=self.port.number, depth=16, max_inline=128) for _ in range(2)]
         for mine, theirs in (self.pairs, self.pairs[::-1]):
             way = route(
                 self.port.endpoint,
@@ -106,7 +103,7 @@ class Loop:
 
 
 @pytest.fixture
-def loop(provider: verbs_provider.Provider) -> Iterator[Loop]:
+def loop(provider: Package) -> Iterator[Loop]:
     made = Loop(provider)
     yield made
     made.context.close()
@@ -178,7 +175,7 @@ def test_a_forked_child_destroys_nothing(loop: Loop) -> None:
             pair.close()
         loop.region.close()
         loop.context.close()
-        natives = loop.context.natives()  # type: ignore[attr-defined]
+        natives = loop.context.natives()
         assert natives and loop.context.async_event() is None
         with pytest.raises(RdmaError, match="another process"):
             loop.context.completion_queue(8)
@@ -199,7 +196,7 @@ def descriptors() -> int:
     return sum("infiniband" in link for link in links)
 
 
-def test_what_is_closed_is_gone(provider: verbs_provider.Provider) -> None:
+def test_what_is_closed_is_gone(provider: Package) -> None:
     before = descriptors()
     loop = Loop(provider)
     assert descriptors() > before
@@ -229,30 +226,30 @@ def test_limits_are_named(loop: Loop) -> None:
     with pytest.raises(RdmaError, match="ibv_create_srq failed"):
         context.shared_receive_queue(2 * limits.max_srq_wr)
     with pytest.raises(RdmaError, match="ibv_create_qp failed"):
-        context.queue_pair(loop.cq, loop.srq, port=loop.port.number, depth=2 * limits.max_qp_wr, max_sge=1, max_inline=0)
+        context.queue_pair(loop.cq, loop.srq, port=loop.port.number, depth=2 * limits.max_qp_wr, max_inline=0)
     with pytest.raises(RdmaError, match="ibv_modify_qp to INIT failed"):
-        context.queue_pair(loop.cq, loop.srq, port=99, depth=16, max_sge=1, max_inline=0)
+        context.queue_pair(loop.cq, loop.srq, port=99, depth=16, max_inline=0)
     with pytest.raises(RdmaError, match="ibv_modify_qp to RTR failed"):
         loop.pairs[0].connect(route_to_itself(loop))  # is connected already
     with pytest.raises(RdmaError, match="ibv_query_port"):
         context.port(99)
-    greedy = context.queue_pair(loop.cq, loop.srq, port=loop.port.number, depth=16, max_sge=1, max_inline=1 << 16)
+    greedy = context.queue_pair(loop.cq, loop.srq, port=loop.port.number, depth=16, max_inline=1 << 16)
     assert greedy.max_inline < 1 << 16, "more was granted than any adapter has"
 
 
-def route_to_itself(loop: Loop) -> verbs_provider.Route:
+def route_to_itself(loop: Loop) -> Route:
     end = loop.port.endpoint
     numbers = {"rq_psn": 1, "sq_psn": 1, "timeout": 14, "retry_cnt": 7}
     return route(end, end, port=1, sgid_index=loop.port.gid.index, dest_qp_num=loop.pairs[1].qp_num, **numbers)
 
 
-def test_a_tiny_memlock_limit_is_named(provider: verbs_provider.Provider) -> None:
+def test_a_tiny_memlock_limit_is_named(provider: Package) -> None:
     """By a process without privileges, which opens the device and then may lock 64 KiB."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become somebody else")
 
     def child() -> None:
-        context = provider.open(ports.rank(sysfs.survey())[0][0].device)
+        context = Context(provider, ports.rank(sysfs.survey())[0][0].device)
         os.setresuid(65534, 65534, 65534)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         pages = np.zeros(NBYTES, np.uint8)
@@ -265,7 +262,7 @@ def test_a_tiny_memlock_limit_is_named(provider: verbs_provider.Provider) -> Non
     in_child(child)
 
 
-def test_the_port_that_is_chosen(provider: verbs_provider.Provider) -> None:
+def test_the_port_that_is_chosen(provider: Package) -> None:
     found = ports.rank(sysfs.survey())[0][0]
     interface = next(iter(found.interfaces))
     for place in ("", found.device, found.name, interface):
@@ -284,10 +281,10 @@ def test_the_port_that_is_chosen(provider: verbs_provider.Provider) -> None:
         ports.choose(provider, "no_such_place")
 
 
-def test_a_device_that_does_not_open_is_left_out_with_its_reason(
-    provider: verbs_provider.Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provider, "open", lambda name: (_ for _ in ()).throw(verbs_status.failure(name, "ibv_open_device", 13)))
+def test_a_device_that_does_not_open_is_left_out_with_its_reason(provider: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        provider, "new_context", lambda name: (_ for _ in ()).throw(verbs_status.failure(name, "ibv_open_device", 13))
+    )
     with pytest.raises(NotSupported) as raised:
         ports.choose(provider)
     assert "ibv_open_device failed: Permission denied" in raised.value.message and "--device=/dev/infiniband" in str(

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 from test_strangers import SESAME, patient, raw_socket
@@ -240,11 +239,8 @@ def test_connections_that_are_broken_off_leave_no_descriptor(
                 sock.send(b"rdmarpc\x02")
             return
         name = "_send_setup" if stage == "after the proof" else "_receive_setup"
-        owner: Any = caller
-        if kind == "verbs":
-            owner, name = (owner._pairing, "offer") if stage == "after the proof" else (owner, "_adopt")
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, broken)
+            patch.setattr(caller, name, broken)
             with pytest.raises(PeerLost, match="no further"):
                 caller.connect(device.address)
 

@@ -18,7 +18,7 @@ from transport_peer import C, Pair, S, filled
 
 from rdmarpc import transport
 from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
-from rdmarpc.transport.tcp import posts
+from rdmarpc.transport.tcp import transfer as posts
 from rdmarpc.transport.tcp.channel import TcpChannel
 from rdmarpc.transport.tcp.wire import HEADER, LAST, NOTIFY, WRITE
 
@@ -68,21 +68,21 @@ def until(true: Callable[[], bool]) -> None:
 def read_by_io(channel: TcpChannel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """The bytes that the I/O thread reads from now on: by the kernel for small frames, and by other calls."""
     small, other = [], []
-    receive_some, take = channel.reader._receive_some, channel.reader._hearing.take
+    receive_some, take = channel.reader._receive_some, channel.reader._take
 
     def noted() -> tuple[int, int]:
         wanted, got = receive_some()
         other.append(got)
         return wanted, got
 
-    def noted_take(last: int) -> int:
-        taken = take(last)
+    def noted_take() -> int:
+        taken = take()
         if channel._io.is_current() and taken > 0:
             small.append(taken)
         return taken
 
     monkeypatch.setattr(channel.reader, "_receive_some", noted)
-    monkeypatch.setattr(channel.reader._hearing, "take", noted_take)
+    monkeypatch.setattr(channel.reader, "_take", noted_take)
     return small, other
 
 

@@ -28,7 +28,7 @@ from rdmarpc.transport import (
     Work,
 )
 from rdmarpc.transport.peers.address import split_place, where_to_listen
-from rdmarpc.transport.tcp import posts
+from rdmarpc.transport.tcp import transfer as posts
 
 T = 30.0
 Open = Callable[..., Device]

@@ -17,7 +17,7 @@ from rdmarpc.tools import host_facts
 from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
 from rdmarpc.transport import RdmaError
 from rdmarpc.transport.gpu import driver
-from rdmarpc.transport.nic import native
+from rdmarpc.transport.nic import libibverbs
 from rdmarpc.transport.verbs import gpudirect
 from rdmarpc.transport.verbs.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Adapter, Gpu, Refused
 
@@ -214,9 +214,9 @@ def test_the_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: fake if name == "libibverbs.so.1" else real_cdll(name))
     for name in ("ibv_get_async_event", "ibv_ack_async_event"):
         monkeypatch.setattr(fake, name, ctypes.CFUNCTYPE(None)(lambda: None), raising=False)
-    lib = native.library()
+    lib = libibverbs.library()
     big = 1 << 40
-    mr = native.DmaBufMR(lib, 0xFF00_0000_1000, 5 * big, 7, 31, 3 * big)
+    mr = libibverbs.DmaBufMR(lib, 0xFF00_0000_1000, 5 * big, 7, 31, 3 * big)
     said = list((ctypes.c_uint64 * 8).in_dll(fake, "said"))
     assert said[:6] == [0xFF00_0000_1000, 3 * big, 5 * big, 3 * big, 31, 7], "pd, offset, length, iova, fd, access"
     assert (mr.lkey, mr.rkey) == (0xABC, 0xDEF)
@@ -224,10 +224,10 @@ def test_the_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ctypes.c_int.in_dll(fake, "closed").value == 1
     ctypes.c_int.in_dll(fake, "refusal").value = errno.EOPNOTSUPP
     with pytest.raises(OSError) as raised:
-        native.DmaBufMR(lib, 1, 4096, 7, -1, 0)
+        libibverbs.DmaBufMR(lib, 1, 4096, 7, -1, 0)
     assert raised.value.errno == errno.EOPNOTSUPP
     with pytest.raises(OSError):
         mr.close()
     with pytest.raises(OSError) as raised:
-        native.DmaBufMR(ctypes.CDLL(None), 1, 4096, 7, -1, 0)
+        libibverbs.DmaBufMR(ctypes.CDLL(None), 1, 4096, 7, -1, 0)
     assert raised.value.errno == errno.ENOSYS, "a libibverbs from before rdma-core 34"

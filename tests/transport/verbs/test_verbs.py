@@ -123,14 +123,13 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
 
 def deaf(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue pairs are others than it says: no packet arrives there, as behind a firewall."""
-    pairing: Any = device._pairing  # type: ignore[attr-defined]
-    made = pairing.offer
+    made = device._pair  # type: ignore[attr-defined]
 
-    def wrong(*of: Any) -> Any:
-        qp, setup = made(*of)
+    def wrong() -> Any:
+        qp, setup = made()
         return qp, setup._replace(qp_num=0xABCDE)
 
-    monkeypatch.setattr(pairing, "offer", wrong)
+    monkeypatch.setattr(device, "_pair", wrong)
 
 
 def test_a_path_that_carries_nothing_is_found_before_anybody_hears_of_it(

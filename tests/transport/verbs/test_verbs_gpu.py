@@ -34,8 +34,9 @@ from rdmarpc.transport import (
 from rdmarpc.transport.gpu import driver as cuda_driver
 from rdmarpc.transport.memory.memory import Memory
 from rdmarpc.transport.nic import choice
-from rdmarpc.transport.nic import native as verbs_native
-from rdmarpc.transport.nic.provider import REMOTE_WRITE, MemoryRegion
+from rdmarpc.transport.nic.attributes import REMOTE_WRITE
+from rdmarpc.transport.nic.libibverbs import DmaBufMR
+from rdmarpc.transport.nic.native import Context, MemoryRegion
 from rdmarpc.transport.verbs import gpu as verbs_gpu
 from rdmarpc.transport.verbs import gpudirect
 from rdmarpc.transport.verbs.gpu import FlushedExpectation, FlushedPoller, GpuMemory
@@ -546,8 +547,7 @@ def test_within_auto(helped: softgpu.Process, record_property: Callable[[str, ob
 def test_soft_roce_takes_no_dma_buf() -> None:
     """Through each package: what an adapter without says to a bad descriptor, and to a good one."""
     assert gpudirect.ask("rxe0") == "EOPNOTSUPP"
-    context = choice.choose().open("rxe0")
-    assert isinstance(context, verbs_native.NativeContext)
+    context = Context(choice.choose(), "rxe0")
     fd = os.memfd_create("no dma-buf")
     os.truncate(fd, 1 << 16)
     try:
@@ -555,7 +555,7 @@ def test_soft_roce_takes_no_dma_buf() -> None:
             context.register_dma_buf(fd, 0, 1 << 16)
         assert raised.value.status == "EOPNOTSUPP" and "ibv_reg_dmabuf_mr failed" in raised.value.message
         with pytest.raises(OSError) as native:
-            verbs_native.DmaBufMR(context.lib, context.pd_address, 1 << 16, 7, fd, 0)
+            DmaBufMR(context.lib, context.pd_address, 1 << 16, 7, fd, 0)
         assert native.value.errno == errno.EOPNOTSUPP
     finally:
         os.close(fd)

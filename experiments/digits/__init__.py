@@ -1,1 +1,0 @@
-"""Training on scikit-learn's digits (``train``)."""

@@ -1,1 +1,0 @@
-"""Clients behind a slow link: network namespaces, and rounds of federated learning."""

@@ -1,1 +1,0 @@
-"""GPU memory between processes of one host (``cuda``)."""

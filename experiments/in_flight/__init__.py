@@ -1,1 +1,0 @@
-"""Many calls under way at once: the grid of the PyTorch RPC paper."""

@@ -1,1 +1,0 @@
-"""Models that learn to a target through parameter servers (``convergence``)."""

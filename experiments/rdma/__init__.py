@@ -1,1 +1,0 @@
-"""The ``verbs`` device beside perftest (``bench_verbs``)."""

@@ -1,1 +1,0 @@
-"""Collectives of torch.distributed beside gloo's: what is called, how it is timed, and the tables."""
