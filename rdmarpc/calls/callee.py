@@ -320,6 +320,7 @@ class Callee:
             answering.places = load_places(head.places, link.places)
         tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
         parts: list[torch.Tensor] = []
+        args: tuple[Any, ...]
         kwargs: dict[str, Any] = {}
         references, context = answering.references, answering.context if head.message else None
         if frame.flags & LONE:
@@ -328,6 +329,7 @@ class Callee:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
             name = frame.body[: frame.function]
+            args: tuple[Any, ...]
             if frame.kind == GRADIENTS:
                 gradients = tensors if frame.flags & FLAT else serialize.loads(payload, tensors, references, parts)
                 function, args = deliver, (name, gradients)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..transport import RdmaError
 from . import ring
-from .stream import streams
+from .stream import Stream, streams
 
 MOST = 1 << 16
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
@@ -78,14 +78,16 @@ def forward_backward(
 @contextmanager
 def looking_ahead() -> Iterator[None]:
     """Have workers run what is posted meanwhile as soon as what it needs is there."""
-    told = streams()
-    for stream in told:
-        stream.post([ring.AHEAD, 1])
+    told: list[Stream] = []
     try:
+        for stream in streams():
+            with suppress(RdmaError):  # a lost worker is named where it is asked for something, if it is
+                stream.post([ring.AHEAD, 1])
+                told.append(stream)
         yield
     finally:
         for stream in told:
-            with suppress(RdmaError):  # a lost worker was named where it was asked for something
+            with suppress(RdmaError):
                 stream.post([ring.AHEAD, -1])
 
 

@@ -449,27 +449,27 @@ def _strange(tensor: torch.Tensor) -> str | None:
 def _operands(op: Operator, args: Any, kwargs: Any) -> list[Ref | Number]:
     """The tensors and numbers of a post, in the order of its words."""
     found: list[Ref | Number] = []
-
-    def walk(value: Any, number: bool) -> None:
-        kind = type(value)
-        if kind is RemoteTensor:
-            found.append(Ref(*value._words))
-        elif kind is float and number:
-            found.append(Number(*_word.unpack(_bits.pack(value))))
-        elif kind is int and number and -(1 << 63) <= value < 1 << 63:
-            found.append(Number(value))
-        elif kind is list or kind is tuple:
-            for each in value:
-                walk(each, number)
-
     seen: list[Any] = []
     for value, number in zip(args, op.numbers):
         if not (op.identity and isinstance(value, torch.Tensor) and any(value is each for each in seen)):
-            walk(value, number)
+            _add_operands(value, number, found)
         seen.append(value)
     for name, value in kwargs.items():
-        walk(value, name in op.named_numbers)
+        _add_operands(value, name in op.named_numbers, found)
     return found
+
+
+def _add_operands(value: Any, number: bool, found: list[Ref | Number]) -> None:
+    kind = type(value)
+    if kind is RemoteTensor:
+        found.append(Ref(*value._words))
+    elif kind is float and number:
+        found.append(Number(*_word.unpack(_bits.pack(value))))
+    elif kind is int and number and -(1 << 63) <= value < 1 << 63:
+        found.append(Number(value))
+    elif kind is list or kind is tuple:
+        for each in value:
+            _add_operands(each, number, found)
 
 
 def plains(value: Any) -> list[Plain]:

@@ -10,9 +10,11 @@ import os
 import pickle
 import random
 import shutil
+import threading
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..transport import RdmaError
 from .stream import Stream
 from .tensor import bring_home, make_empty, place_of
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 _RNG = "rng"
+_swapping = threading.Lock()
 _library = torch.library.Library("rdmarpc", "FRAGMENT")
 _library.define("write_part(Tensor[] tensors, Tensor told) -> Tensor")
 _library.define("read_part(Tensor(a!)[] tensors, Tensor told) -> Tensor")
@@ -54,8 +58,9 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     Python and numpy are saved too.
 
     An optimizer's state is saved by the names of parameters, as ``torch.distributed.checkpoint.state_dict`` has it. A
-    checkpoint that was in the folder is replaced when the new one is complete. ``OSError`` where it cannot be written;
-    ``ValueError`` for an optimizer of a parameter that no model in ``state`` has.
+    checkpoint that was in the folder is replaced when the new one is complete. ``OSError`` where it cannot be written,
+    ``PeerLost`` for a worker that dies meanwhile; ``ValueError`` for an optimizer of a parameter that no model in ``state``
+    has.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -69,7 +74,8 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
         draft.mkdir(parents=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that torch.distributed is not used
-            dcp.save(content, storage_writer=Writer(str(draft)), no_dist=True)
+            with _our_errors():
+                dcp.save(content, storage_writer=Writer(str(draft)), no_dist=True)
         _swap(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -93,7 +99,8 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(content, storage_reader=reader, no_dist=True)
+        with _our_errors():
+            dcp.load(content, storage_reader=reader, no_dist=True)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, names, content[key])
@@ -103,6 +110,21 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
             state[key] = content[key]
     _set_generators(content[_RNG])
     _remember(state, place)
+
+
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    """A lost worker, and a file that cannot be written or read, as themselves: DCP raises a list of what its ranks have raised,
+    which is no ``Exception``."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        for found, _ in error.failures.values():
+            if isinstance(found, (RdmaError, OSError)):
+                raise found from None
+        raise
 
 
 def _names(state: Mapping[str, Any]) -> dict[int, str]:
@@ -194,9 +216,10 @@ def _set_generators(found: Mapping[str, Any]) -> None:
 def _swap(draft: Path, folder: Path) -> None:
     """The draft takes the folder's place."""
     old = draft.with_suffix(".old")
-    if folder.exists():
-        folder.rename(old)
-    draft.rename(folder)
+    with _swapping:
+        if folder.exists():
+            folder.rename(old)
+        draft.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -31,6 +31,8 @@ from .tensor import at_place, place_of
 
 _PIECE = 1 << 30
 """Bytes that a worker writes or reads in one operation, which has to end within ``rpc_timeout``."""
+_MANY = 1 << 13
+"""Tensors that one operation takes: a message has room for no more than twice as many."""
 
 
 def _pieces(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Stream, list[Any], list[torch.Tensor]]]:
@@ -42,7 +44,7 @@ def _pieces(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Iterator[t
         if place is None or tensor.layout is not torch.strided:
             continue
         room[place] = room.get(place, _PIECE) - tensor.nbytes
-        if room[place] < 0 and place in found:
+        if place in found and (room[place] < 0 or len(found[place][0]) >= _MANY):
             yield place, *found.pop(place)
             room[place] = _PIECE - tensor.nbytes
         some, theirs = found.setdefault(place, ([], []))

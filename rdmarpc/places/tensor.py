@@ -48,6 +48,8 @@ _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
+_TOGETHER = 1 << 11
+"""Elements of lists that are posted in one message."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -517,25 +519,27 @@ def _composite(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _tensors(value: Any) -> list[Any]:
     found: list[Any] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) is list or type(value) is tuple:
-            for each in value:
-                walk(each)
-        elif type(value) is dict:
-            for each in value.values():
-                walk(each)
-
-    walk(value)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    """No function inside of another, which would refer to itself, and keep the tensors until Python looks for cycles."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif type(value) is list or type(value) is tuple:
+        for each in value:
+            _collect(each, found)
+    elif type(value) is dict:
+        for each in value.values():
+            _collect(each, found)
 
 
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], here: bool = False) -> Any:
     """Operands lie at several places: choose one (``here``: this process), and copy the others there. What the operator writes
     elsewhere is copied back."""
     written = op.operands_written(args, kwargs)
+    changes = set(map(id, written))
     place = None if here else _choose(tensors, written)
     _remember(place)
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -546,7 +550,7 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         found = copies.get(id(tensor))
         if found is None:
             found = copies[id(tensor)] = at_place(tensor, place)
-        if found is not tensor and any(tensor is each for each in written):
+        if found is not tensor and id(tensor) in changes:
             found = _cloned_here(found) if place is None else found.clone()
             back.append((tensor, found))
         return found
@@ -912,24 +916,27 @@ def _refresh(tensor: RemoteTensor) -> None:
 
 
 def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on lists, whose elements may lie at several places: by the places of its first list."""
+    """An operator on lists, whose elements may lie at several places: by the places of its first list, and in parts that one
+    message has room for."""
     first = args[0]
-    places = [place_of(each) for each in first]
-    distinct = list(dict.fromkeys(places))
-    if len(distinct) == 1:
-        return _foreach_at(distinct[0], op, args, kwargs)
     length = len(first)
+    found: dict[Stream | None, list[int]] = {}
+    for index, each in enumerate(first):
+        found.setdefault(place_of(each), []).append(index)
+    if len(found) == 1 and length <= _TOGETHER:
+        return _foreach_at(next(iter(found)), op, args, kwargs)
     gathered: list[Any] = [None] * length
-    for place in distinct:
-        chosen = [index for index, each in enumerate(places) if each is place]
+    for place, there in found.items():
+        for start in range(0, len(there), _TOGETHER):
+            chosen = there[start : start + _TOGETHER]
 
-        def part(value: Any, chosen: list[int] = chosen) -> Any:
-            each = type(value) in (list, tuple) and len(value) == length
-            return [value[index] for index in chosen] if each else value
+            def part(value: Any, chosen: list[int] = chosen) -> Any:
+                each = type(value) in (list, tuple) and len(value) == length
+                return [value[index] for index in chosen] if each else value
 
-        out = _foreach_at(place, op, tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
-        for index, each in zip(chosen, out or ()):
-            gathered[index] = each
+            out = _foreach_at(place, op, tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
+            for index, each in zip(chosen, out or ()):
+                gathered[index] = each
     return gathered if _lists(op) else None
 
 

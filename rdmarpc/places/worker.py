@@ -588,7 +588,10 @@ class Runner:
         ("t", geometry, offset, name, storage's bytes), ("n",) for no tensor, or ("v", value). A tensor over an operand's
         storage, or an earlier result's, has that one's name."""
         single = type(result) not in (list, tuple)
-        known = [(key, tensor) for key, tensor in operands if type(tensor) is torch.Tensor and tensor.layout is torch.strided]
+        known: dict[int, int] = {}
+        for key, tensor in operands:
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                known.setdefault(tensor.untyped_storage()._cdata, key)
         found: list[Any] = []
         signature.expected = []
         for each in (result,) if single else result:
@@ -600,13 +603,12 @@ class Runner:
             own, offset, nbytes = name, 0, 0
             if each.layout is torch.strided:
                 storage = each.untyped_storage()
-                own = next((key for key, tensor in known if tensor.untyped_storage()._cdata == storage._cdata), name)
+                own = known.setdefault(storage._cdata, name)
                 offset, nbytes = int(each.storage_offset()), storage.nbytes()
             else:
                 each = _apart(each)
             if own == name:
                 self.values[name] = each
-                known.append((name, each))
             found.append(("t", geometry(each).plain(), offset, own, nbytes))
             signature.expected.append((geometry(each), offset, own == name))
             name += 1

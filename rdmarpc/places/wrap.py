@@ -148,6 +148,9 @@ class WrappedModel(nn.Module):
         if successor not in agent.worker_names():
             raise ValueError(f"worker {successor!r} is not in this group")
         state, folder = placed.saved
+        for stream in streams():
+            with suppress(RdmaError):  # what was to come from the lost worker: others still have to tell
+                stream.synchronize()
         for tensor in {id(t): t for t in (*self.parameters(), *self.buffers())}.values():
             if type(tensor) is RemoteTensor and tensor._handle.stream.worker == lost:
                 place = stream_to(successor, tensor._handle.stream.device)

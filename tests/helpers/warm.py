@@ -59,4 +59,5 @@ for _name in (*_ALL, *(() if _GUEST else _HOST)):
 
 gc.collect()
 gc.freeze()  # else each worker's collector writes to, and so copies, everything that was imported
-huge_pages()
+if not _GUEST:  # there it was not seen to help
+    huge_pages()

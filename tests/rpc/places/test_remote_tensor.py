@@ -351,6 +351,22 @@ def optimizer(name: str, how: dict[str, Any]) -> None:
 # -- autograd
 
 
+def long_lists() -> None:
+    """Thousands of small tensors in one operation."""
+    numbers, rates = torch.arange(14000.0).view(7000, 2), [float(n % 5) for n in range(7000)]
+
+    def program(place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        tensors = list(place(numbers).unbind(0))
+        products = torch._foreach_mul(tensors, tensors)
+        torch._foreach_addcmul_(tensors, products, tensors, 0.5)
+        torch._foreach_mul_(tensors, rates)
+        return torch.stack(tensors), torch.stack(torch._foreach_norm(tensors)), torch.stack(products)
+
+    began = time.monotonic()
+    both(program)
+    assert time.monotonic() - began < 30, "their number counts, not its square"
+
+
 def views() -> None:
     def program(move: Any) -> Iterator[Any]:
         x = move(torch.randn(4, 6))
@@ -728,6 +744,19 @@ def frees() -> None:
     assert after == before
 
 
+def freed_at_once() -> None:
+    """Operations with tensors of several places keep none of them until Python looks for cycles."""
+    net = nn.Linear(4, 4).to(places.device(W1))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            net(torch.ones(2, 4)).sum().backward()
+        assert [each._use_count() for each in net.parameters()] == [1, 1]
+    finally:
+        gc.enable()
+
+
 def eventually_same(worker: str, wanted: int) -> int:
     for _ in range(50):
         if (found := values_at(worker)) == wanted:
@@ -784,8 +813,9 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, numbers, named_refusals, copies, files, modules, views, versions, hooks, second_order, contexts, functions,
-    data, sparse, kinds_that_stay_here, crossing, threads, frees, late_errors, no_memory, graph_is_plain,
+    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
+    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, no_memory,
+    graph_is_plain,
 )  # fmt: skip
 
 
