@@ -329,7 +329,6 @@ class Callee:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
             name = frame.body[: frame.function]
-            args: tuple[Any, ...]
             if frame.kind == GRADIENTS:
                 gradients = tensors if frame.flags & FLAT else serialize.loads(payload, tensors, references, parts)
                 function, args = deliver, (name, gradients)

@@ -474,7 +474,6 @@ class Caller:
             raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
-        value: Any
         if not flags & FLAT and payload[0] == serialize.MARK:
             try:
                 references = self.rrefs.adopt(pending.link.worker, payload)
@@ -483,7 +482,6 @@ class Caller:
                 raise
         if head.grant or pending.key[1]:
             self._keep_places(pending, head)
-        value: Any
         if flags & LONE:
             value = unpack_lone(table, data)
             if head.message:
