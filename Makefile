@@ -30,10 +30,10 @@ paper: $(INSTALLED)
 	$(BIN)/python -m experiments.paper $(ARGS)
 
 # One test of each layer.
-SMOKE := tests/test_house.py tests/transport/contract/test_contract.py::test_write_then_read_back tests/graph/servers/test_bundle.py \
+SMOKE := tests/test_house.py tests/transport/contract/test_contract.py::test_write_then_read_back tests/rpc/servers/test_bundle.py \
 	tests/rpc/calls/test_calls.py::test_values_come_back_as_they_are \
 	tests/rpc/references/test_rref.py::test_pickling_asks_nobody tests/rpc/gradients/test_autograd_results.py::test_graphs_and_hooks \
-	tests/rpc/wrap/test_wrap_checkpoint.py tests/rpc/served/test_served.py::test_one_worker_two_servers
+	tests/rpc/wrap/test_wrap_checkpoint.py tests/rpc/servers/test_served.py::test_one_worker_two_servers
 smoke: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SMOKE)
 

@@ -26,8 +26,10 @@ STOREYS = [
         ("#e9f1ea", "#c9dfcd"),
         [
             [
-                ("served/", "parameters at servers"),
-                ("optim/", "distributed optimizer"),
+                ("optim", "torch's distributed optimizer"),
+            ],
+            [
+                ("servers/", "parameter servers and who trains with them; owners' part of the optimizer"),
             ],
             [("api, autograd, nn, ...", "torch's names")],
             [("tools/", "counters, timelines, doctor; this package under torch's names, in all libraries")],
@@ -51,7 +53,7 @@ STOREYS = [
         ("#e8eff7", "#c3d6ea"),
         [
             [("show/", "what crosses, as tables and pictures")],
-            [("fragments/", "what was posted, as a data-flow graph"), ("servers/", "parameter servers")],
+            [("fragments/", "what was posted, as a data-flow graph")],
         ],
     ),
     (

@@ -1,7 +1,6 @@
 """What moves between workers. Imports ``transport`` only.
 
-``fragments`` has what was posted to workers as a data-flow graph, ``show`` prints and draws what crosses. ``servers`` has
-parameter servers, and the workers that train with them; its protocol is in docs/protocols.md.
+``fragments`` has what was posted to workers as a data-flow graph, ``show`` prints and draws what crosses.
 
 Code above imports what this file names, and nothing past it. All of it is imported when it is first asked for: programs that
 only call do without.
@@ -16,23 +15,6 @@ if TYPE_CHECKING:
     from .fragments.cut import steps
     from .fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, Flow
     from .fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
-    from .servers import errors
-    from .servers.bundle import ABSENT, ALWAYS, NUMBERS, PRESENT, TRACED, WEIGHT, Bundle, Edge
-    from .servers.errors import WorkerError
-    from .servers.kept import ASKED
-    from .servers.layout import dense
-    from .servers.server import End, Server
-    from .servers.trainer import Half, Trainer, gradient_note
-    from .servers.updates import (
-        PER_PARAMETER,
-        Elsewhere,
-        counting_dtype,
-        hyperparameters,
-        leaves_gradients,
-        merged,
-        numbers_of,
-        refuse_scaling,
-    )
     from .show.describe import Transfers, describe, described, load, save
     from .show.records import Crossing
 
@@ -40,14 +22,6 @@ _HOMES = {
     "fragments.cut": "steps",
     "fragments.flow": "ACTIVATION GRADIENT INPUT PARAMETER Flow",
     "fragments.records": "BACKWARD FORWARD STEP Event Move Operand Operation Recorded",
-    "servers.bundle": "ABSENT ALWAYS NUMBERS PRESENT TRACED WEIGHT Bundle Edge",
-    "servers.errors": "WorkerError errors",
-    "servers.kept": "ASKED",
-    "servers.layout": "dense",
-    "servers.server": "End Server",
-    "servers.trainer": "Half Trainer gradient_note",
-    "servers.updates": "PER_PARAMETER Elsewhere counting_dtype hyperparameters leaves_gradients merged numbers_of"
-    " refuse_scaling",
     "show.describe": "Transfers describe described load save",
     "show.records": "Crossing",
 }

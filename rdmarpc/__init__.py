@@ -43,7 +43,7 @@ _HOMES = {
     "places.tensor": ("RemoteTensor",),
     "places.wrap": ("wrap",),
     "references.handle": ("RRef",),
-    "served.model": ("serve",),
+    "servers.model": ("serve",),
     "tools.hook": ("install",),
     "transport": (
         "ArenaFull",
@@ -59,114 +59,64 @@ _HOMES = {
     **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ()),
 }
 """Modules, and the names that are theirs. A module is a name itself."""
-_LATE = (
-    "served.model",
-    "places.balance",
-    "places.checkpoint",
-    "places.devices",
-    "places.graphed",
-    "places.recording",
-    "places.tensor",
-    "places.wrap",
-)
+_LATE = ("places.", "servers.")
 """A program that only calls need not wait for what wraps and serves models."""
 
-if TYPE_CHECKING:
-    from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
-    from .api import (
-        _get_current_rpc_agent,
-        _get_debug_info,
-        _is_current_rpc_agent_set,
-        _rref_context_get_debug_info,
-        _set_rpc_timeout,
-        get_rpc_timeout,
-        get_worker_info,
-        init_rpc,
-        is_available,
-        remote,
-        rpc_async,
-        rpc_sync,
-        shutdown,
-    )
-    from .base.worker_info import WorkerInfo
-    from .message.permits import NotAllowed
-    from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-    from .places.balance import auto_placement
-    from .places.checkpoint import load_checkpoint, save_checkpoint
-    from .places.devices import device
-    from .places.graphed import graphed
-    from .places.recording import recording
-    from .places.tensor import RemoteTensor
-    from .places.wrap import wrap
-    from .references.handle import RRef
-    from .served.model import serve
-    from .tools.debug import counters, debug_info, explain
-    from .tools.hook import install
-    from .transport import (
-        ArenaFull,
-        AuthenticationError,
-        NotSupported,
-        PeerLost,
-        RdmaError,
-        RegistrationError,
-        RemoteAccessError,
-        TlsOptions,
-        TransferTimeout,
-    )
+_HOME = {name: home for home, names in _HOMES.items() for name in names} | {home: home for home in _HOMES if "." not in home}
+__all__ = sorted(_HOME.keys() - {"options"})
 
-__all__ = [
-    "ArenaFull",
-    "AuthenticationError",
-    "BackendType",
-    "NotAllowed",
-    "NotSupported",
-    "PeerLost",
-    "RRef",
-    "RdmaError",
-    "RegistrationError",
-    "RemoteAccessError",
-    "RemoteTensor",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "TlsOptions",
-    "TransferTimeout",
-    "WorkerInfo",
-    "_get_current_rpc_agent",
-    "_get_debug_info",
-    "_is_current_rpc_agent_set",
-    "_rref_context_get_debug_info",
-    "_set_rpc_timeout",
-    "api",
-    "auto_placement",
-    "autograd",
-    "constants",
-    "counters",
-    "debug_info",
-    "device",
-    "explain",
-    "functions",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "graphed",
-    "init_rpc",
-    "install",
-    "internal",
-    "is_available",
-    "load_checkpoint",
-    "nn",
-    "optim",
-    "profiling",
-    "recording",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "save_checkpoint",
-    "serve",
-    "shutdown",
-    "timeline",
-    "transport",
-    "wrap",
-]
+if TYPE_CHECKING:
+    from . import api as api
+    from . import autograd as autograd
+    from . import constants as constants
+    from . import functions as functions
+    from . import internal as internal
+    from . import nn as nn
+    from . import optim as optim
+    from . import profiling as profiling
+    from . import timeline as timeline
+    from . import transport as transport
+    from .api import _get_current_rpc_agent as _get_current_rpc_agent
+    from .api import _get_debug_info as _get_debug_info
+    from .api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
+    from .api import _rref_context_get_debug_info as _rref_context_get_debug_info
+    from .api import _set_rpc_timeout as _set_rpc_timeout
+    from .api import get_rpc_timeout as get_rpc_timeout
+    from .api import get_worker_info as get_worker_info
+    from .api import init_rpc as init_rpc
+    from .api import is_available as is_available
+    from .api import remote as remote
+    from .api import rpc_async as rpc_async
+    from .api import rpc_sync as rpc_sync
+    from .api import shutdown as shutdown
+    from .base.worker_info import WorkerInfo as WorkerInfo
+    from .message.permits import NotAllowed as NotAllowed
+    from .options import BackendType as BackendType
+    from .options import RpcBackendOptions as RpcBackendOptions
+    from .options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
+    from .places.balance import auto_placement as auto_placement
+    from .places.checkpoint import load_checkpoint as load_checkpoint
+    from .places.checkpoint import save_checkpoint as save_checkpoint
+    from .places.devices import device as device
+    from .places.graphed import graphed as graphed
+    from .places.recording import recording as recording
+    from .places.tensor import RemoteTensor as RemoteTensor
+    from .places.wrap import wrap as wrap
+    from .references.handle import RRef as RRef
+    from .servers.model import serve as serve
+    from .tools.debug import counters as counters
+    from .tools.debug import debug_info as debug_info
+    from .tools.debug import explain as explain
+    from .tools.hook import install as install
+    from .transport import ArenaFull as ArenaFull
+    from .transport import AuthenticationError as AuthenticationError
+    from .transport import NotSupported as NotSupported
+    from .transport import PeerLost as PeerLost
+    from .transport import RdmaError as RdmaError
+    from .transport import RegistrationError as RegistrationError
+    from .transport import RemoteAccessError as RemoteAccessError
+    from .transport import TlsOptions as TlsOptions
+    from .transport import TransferTimeout as TransferTimeout
 
 
 def __getattr__(name: str) -> Any:
@@ -182,7 +132,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
 
 
-_HOME = {name: home for home, names in _HOMES.items() for name in names} | {home: home for home in _HOMES if "." not in home}
 if "torch" in sys.modules:
     # A program: what makes calls is there before it forks. Not so for the ``rdmarpc`` command, and for Pythons that only may
     # come to use RPC (``tools/hook``): they come here before torch, and do not wait for it.
@@ -190,7 +139,7 @@ if "torch" in sys.modules:
     gc.disable()  # one collection walks all objects that torch has made, which takes as long as our imports
     try:
         for _name in _HOME:
-            if _HOME[_name] not in _LATE:
+            if not _HOME[_name].startswith(_LATE):
                 __getattr__(_name)
     finally:
         if _collects:

@@ -31,7 +31,7 @@ ORDER = {
         ["__init__.py"],
     ],
     "graph": [
-        ["fragments", "servers"],
+        ["fragments"],
         ["show"],
         ["__init__.py"],
     ],
@@ -50,14 +50,15 @@ ORDER = {
         ["autograd.py", "gather.py", "timeline.py"],
         ["api.py"],
         ["nn.py", "profiling.py", "transfers.py", "torch_names.py"],
-        ["optim", "served"],
+        ["servers"],
+        ["optim.py"],
         ["__init__.py"],
         ["cli.py", "__main__.py"],
     ],
 }
 """Rooms, and files at a storey's root, from the bottom to the top. A room imports what is below it, never its neighbours."""
 
-BEAR_NAMES = {"rdmarpc/optim", "rdmarpc/places", "transport/exchange"}
+BEAR_NAMES = {"rdmarpc/places", "transport/exchange"}
 """Rooms that users, or the storeys above, import by name: their ``__init__.py`` has what they import."""
 
 FOLDERS = STOREYS | {"experiments": "rdmarpc.experiments"}
@@ -225,12 +226,12 @@ def test_modules_of_tests_have_names_of_their_own():
         ("from ..shm import device", True),
         ("def late():\n    from rdmarpc.transport.shm.device import Device", True),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..shm.device import Device", True),
-        ("import rdmarpc.graph.servers.header", True),
+        ("import rdmarpc.graph.fragments.header", True),
         ("from ..peers import auth", False),
     ],
 )
 def test_an_import_that_goes_up_is_seen(tmp_path: Path, text: str, above: bool):
-    for file in ("transport/peers/auth.py", "transport/shm/device.py", "graph/servers/header.py"):
+    for file in ("transport/peers/auth.py", "transport/shm/device.py", "graph/fragments/header.py"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("")
     (tmp_path / "transport/memory").mkdir()
@@ -279,8 +280,8 @@ def test_sizes_are_told():
 
 
 def test_a_circle_is_seen(tmp_path: Path):
-    (tmp_path / "graph/servers").mkdir(parents=True)
-    (tmp_path / "graph/servers/header.py").write_text("from .layout import Layout")
-    (tmp_path / "graph/servers/layout.py").write_text("def late():\n    from . import metadata")
-    (tmp_path / "graph/servers/metadata.py").write_text("import rdmarpc.graph.servers.header")
-    assert circles(modules(tmp_path)) == [[f"rdmarpc.graph.servers.{name}" for name in ("header", "layout", "metadata")]]
+    (tmp_path / "graph/fragments").mkdir(parents=True)
+    (tmp_path / "graph/fragments/header.py").write_text("from .layout import Layout")
+    (tmp_path / "graph/fragments/layout.py").write_text("def late():\n    from . import metadata")
+    (tmp_path / "graph/fragments/metadata.py").write_text("import rdmarpc.graph.fragments.header")
+    assert circles(modules(tmp_path)) == [[f"rdmarpc.graph.fragments.{name}" for name in ("header", "layout", "metadata")]]

@@ -85,7 +85,7 @@ class Transfers:
     def draw(self, path: str | os.PathLike[str]) -> None:
         """A picture: workers as boxes, an arrow for all that one sends to another. The ending of ``path`` says which format
         (png, svg, pdf). ``NotSupported`` without matplotlib."""
-        draw(self, path)
+        draw(self.crossings, self.workers, path)
 
 
 def to_json(found: Sequence[Transfers]) -> str:

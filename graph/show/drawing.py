@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...transport import NotSupported
 from .records import Crossing, WorkerRecord
@@ -90,27 +90,15 @@ class Picture:
         return box.left + box.width + PAD, self.lane_y(arrow) + 3.0
 
 
-class Described(Protocol):
-    """What is drawn of a step (``describe.Transfers``)."""
-
-    @property
-    def crossings(self) -> Sequence[Crossing]: ...
-    @property
-    def workers(self) -> Sequence[WorkerRecord]: ...
-    @property
-    def nbytes(self) -> int: ...
-    def writes(self, crossing: Crossing, /) -> list[Crossing]: ...
-
-
-def arrange(plan: Described, measure: Measure) -> Picture:
+def arrange(crossings: Sequence[Crossing], workers: Sequence[WorkerRecord], measure: Measure) -> Picture:
     """The picture of a step: the places of its boxes and arrows."""
-    rank = {worker.name: at for at, worker in enumerate(plan.workers)}
+    rank = {worker.name: at for at, worker in enumerate(workers)}
     bundles: dict[tuple[int, int, str], list[Crossing]] = {}
-    for crossing in plan.crossings:
+    for crossing in crossings:
         bundles.setdefault((rank[crossing.source], rank[crossing.target], crossing.kind), []).append(crossing)
     arrows = [Arrow(source, target, kind, found) for (source, target, kind), found in bundles.items()]
     _choose_lanes(arrows)
-    lines = [_lines(worker) for worker in plan.workers]
+    lines = [_lines(worker) for worker in workers]
     boxes: list[Box] = []
     left = MARGIN
     for at, box_lines in enumerate(lines):
@@ -123,9 +111,10 @@ def arrange(plan: Described, measure: Measure) -> Picture:
     for at, box in enumerate(boxes):
         for rightward in (True, False):
             _place_ports(arrows, at, rightward, box.left, box.width)
-    notes = _notes(plan)
-    count = sum(crossing.times for crossing in plan.crossings)
-    title = f"{count} edge{'s' * (count != 1)}, {size(plan.nbytes)} cross in a training step"
+    notes = _notes(crossings)
+    count = sum(crossing.times for crossing in crossings)
+    total = size(sum(crossing.nbytes * crossing.times for crossing in crossings))
+    title = f"{count} edge{'s' * (count != 1)}, {total} cross in a training step"
     kinds = list(dict.fromkeys(arrow.kind for arrow in arrows))
     above = max((arrow.lane + 1 for arrow in arrows if arrow.rightward), default=0)
     below = max((arrow.lane + 1 for arrow in arrows if not arrow.rightward), default=0)
@@ -137,7 +126,7 @@ def arrange(plan: Described, measure: Measure) -> Picture:
     return Picture(max(right, MARGIN + widest) + MARGIN, height, bottom, top, title, kinds, boxes, arrows, notes)
 
 
-def draw(plan: Described, path: str | os.PathLike[str]) -> None:
+def draw(crossings: Sequence[Crossing], workers: Sequence[WorkerRecord], path: str | os.PathLike[str]) -> None:
     """See ``Transfers.draw``."""
     try:
         from matplotlib.figure import Figure
@@ -154,7 +143,7 @@ def draw(plan: Described, path: str | os.PathLike[str]) -> None:
     def measure(text: str, points: float) -> float:
         return float(TextPath((0, 0), text, size=points, prop=font).get_extents().width) * 1.03 if text.strip() else 0.0
 
-    picture = arrange(plan, measure)
+    picture = arrange(crossings, workers, measure)
     figure = Figure(figsize=(picture.width / 72, picture.height / 72), facecolor=PAPER)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(0, picture.width), ylim=(0, picture.height))
@@ -252,9 +241,11 @@ def _lines(worker: WorkerRecord) -> list[str]:
     return [shortened(worker.name, 32), *parts, *weights, *made]
 
 
-def _notes(plan: Described) -> list[str]:
+def _notes(crossings: Sequence[Crossing]) -> list[str]:
     """Tensors that are sent to several workers, and what dashed lines mean."""
-    fans = {(c.kind, c.name, c.source): dict.fromkeys(other.target for other in plan.writes(c)) for c in plan.crossings}
+    fans: dict[tuple[str, str, str], dict[str, None]] = {}
+    for crossing in crossings:
+        fans.setdefault((crossing.kind, crossing.name, crossing.source), {})[crossing.target] = None
     notes = [
         shortened(f"{kind} {name}: one source at {source}, to {', '.join(targets)}", 140)
         for (kind, name, source), targets in fans.items()
@@ -262,5 +253,5 @@ def _notes(plan: Described) -> list[str]:
     ]
     if len(notes) > _NOTES:
         notes[_NOTES:] = [f"and {len(notes) - _NOTES} more that are sent to several workers"]
-    dynamic = sum(not crossing.static for crossing in plan.crossings)
+    dynamic = sum(not crossing.static for crossing in crossings)
     return [*notes, f"dashed: {dynamic} that not every step has in this shape"] if dynamic else notes

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..graph import errors
 from ..transport import RdmaError
 from . import plumbing
 
@@ -254,7 +253,6 @@ def use(permits: Permits | None) -> None:
         loads = load_plain = load_called = pickle.loads
     else:
         loads, load_plain, load_called = permits.loads, permits.load_plain, permits.load_called
-    errors.loads = loads
 
 
 def method(value: Any, name: str) -> Callable[..., Any]:

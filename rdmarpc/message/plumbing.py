@@ -46,7 +46,7 @@ _VALUES = {
     "torch.nn.parameter": ("Parameter",),
     "torch._utils": ("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_tensor_v2"),
     "torch.serialization": ("_get_layout",),
-    "rdmarpc.graph.servers.bundle": ("Bundle",),
+    "rdmarpc.servers.bundle": ("Bundle",),
     "rdmarpc.base.worker_info": ("WorkerInfo",),
     "rdmarpc.message.incoming": ("in_parts", "landed", "landed_on_gpu"),
     "rdmarpc.message.arrays": ("landed_array",),
@@ -72,11 +72,11 @@ _CALLED = {
     "rdmarpc.gather": ("_bring", "_hand_out"),
     "rdmarpc.message.gpu": ("probe",),
     "rdmarpc.gradients.waves": ("_settle", "_survey"),
-    "rdmarpc.optim.local": ("create", "load_state_dict", "state_dict", "step"),
+    "rdmarpc.servers.local": ("create", "load_state_dict", "state_dict", "step"),
     "rdmarpc.nn": ("_made", "_make", "_parameters", "_remote_forward", "_remote_forward_on", "_train"),
     "rdmarpc.references.handle": ("_accumulate", "_backward", "_fetch", "_type_of"),
     "rdmarpc.references.proxy": ("_run", "_run_async"),
-    "rdmarpc.served.serving": ("ask", "enter", "leave", "why"),
+    "rdmarpc.servers.serving": ("ask", "enter", "leave", "why"),
     "rdmarpc.calls.termination": ("_report",),
     "rdmarpc.timeline": ("_hand_over", "_written"),
 }
@@ -103,9 +103,9 @@ def find(module: str, name: str) -> Any:
 
 
 def _record(module: str, name: str) -> Any:
-    """A record type (dataclass or named tuple) of ``rdmarpc.graph``, of which the messages of served models consist. Records
+    """A record type (dataclass or named tuple) of ``rdmarpc.servers``, of which the messages of served models consist. Records
     have no behaviour. ``None`` for any other name."""
-    found = getattr(sys.modules.get(module), name, None) if module.startswith("rdmarpc.graph.") else None
+    found = getattr(sys.modules.get(module), name, None) if module.startswith("rdmarpc.servers.") else None
     if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, tuple)):
         return found
     return None

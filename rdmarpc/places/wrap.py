@@ -56,7 +56,7 @@ def wrap(
     if isinstance(net, torch.jit.ScriptModule):
         raise NotSupported("a scripted module keeps its parameters where Python cannot move them")
     for name, parameter in net.named_parameters():
-        if hasattr(type(parameter), "_watch"):  # a ``served.parameter.ServedParameter``
+        if hasattr(type(parameter), "_watch"):  # a ``servers.parameter.ServedParameter``
             raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)

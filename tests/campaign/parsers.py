@@ -11,13 +11,13 @@ import torch
 
 from rdmarpc.base.worker_info import WorkerInfo
 from rdmarpc.calls import errors
-from rdmarpc.graph.servers.layout import Header
 from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import layout, serialize, tensors
 from rdmarpc.message.tensors import load_places
 from rdmarpc.places.plain import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
+from rdmarpc.servers.layout import Header
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
 from rdmarpc.transport.verbs import control
 

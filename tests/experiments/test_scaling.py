@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from rdmarpc.experiments import scaling
 from rdmarpc.experiments.training import scaling_simulated as simulated
 from rdmarpc.experiments.training import scaling_worker as worker
-from rdmarpc.served.model import place
+from rdmarpc.servers.model import place
 
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 

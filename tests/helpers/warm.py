@@ -18,6 +18,7 @@ import pytest  # noqa: F401
 import torch  # noqa: F401
 
 import rdmarpc
+import rdmarpc.graph
 import rdmarpc.transport
 from rdmarpc.transport.words.compiled import kernels
 

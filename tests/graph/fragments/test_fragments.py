@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from relative import phases, relative
 
-from rdmarpc.graph.fragments.cut import fragments, repeats, steps, varying
+from rdmarpc.graph.fragments.cut import steps, varying
 from rdmarpc.graph.fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, UPDATE, Flow
 from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
 
@@ -126,39 +125,6 @@ def test_what_is_copied_again_was_not_written_meanwhile(recorded: Recorded):
             assert (number in found) == bool(before)
 
 
-@given(streams(), st.randoms())
-def test_fragments_have_relative_names(recorded: Recorded, random: Any):
-    names = list({storage for event in recorded.events for storage in reads(event) | writes(event)})
-    others = random.sample(range(1000, 1000 + len(names)), len(names))
-    renamed = with_names(recorded, dict(zip(names, others)))
-    found, again = fragments(recorded), fragments(renamed)
-    assert [fragment.form for fragment in found] == [fragment.form for fragment in again]
-    assert sum(len(fragment.form) for fragment in found) == len(recorded.events)
-    assert all(left.phase != right.phase for left, right in itertools.pairwise(found))
-    events = iter(recorded.events)
-    for fragment in found:
-        outside: set[int] = set()
-        made: set[int] = set()
-        for event in (next(events) for _ in fragment.form):
-            outside |= reads(event) - made
-            made |= writes(event) - outside
-        assert {fragment.storages[at] for at in fragment.outside} == outside
-
-
-def with_names(recorded: Recorded, names: dict[int, int]) -> Recorded:
-    def renamed(operand: Operand) -> Operand:
-        return dataclasses.replace(operand, storage=names[operand.storage])
-
-    events: list[Event] = []
-    for event in recorded.events:
-        if isinstance(event, Move):
-            events.append(dataclasses.replace(event, operand=renamed(event.operand), made=names[event.made]))
-        else:
-            operands, results = tuple(map(renamed, event.operands)), tuple(map(renamed, event.results))
-            events.append(dataclasses.replace(event, operands=operands, results=results))
-    return dataclasses.replace(recorded, events=tuple(events))
-
-
 def training_step(base: int, size: int = 4) -> tuple[Event, ...]:
     """A parameter (1) at w1, an input (2) here, which is sent; the parameter is written in the step."""
     x = Move("here", "w1", tensor(2, size), base, 4 * size, FORWARD, "x")
@@ -171,22 +137,20 @@ def training_step(base: int, size: int = 4) -> tuple[Event, ...]:
 def test_steps_are_cut_behind_the_optimizer():
     recorded = Recorded("here", (*training_step(10), *training_step(20), *training_step(30)))
     assert [step.events[0].made for step in steps(recorded)] == [10, 20, 30]  # type: ignore[union-attr]
-    assert repeats(recorded)
-    assert [fragment.phase for fragment in fragments(recorded)] == [FORWARD, BACKWARD, STEP] * 3
-    forms = {fragment.form for fragment in fragments(recorded)}
-    assert len(forms) == 3
+    first, *others = map(relative, steps(recorded))
+    assert all(other == first for other in others) and phases(recorded) == [FORWARD, BACKWARD, STEP] * 3
     two = (*training_step(10)[:4], *training_step(20)[:4])
     assert [len(step.events) for step in steps(Recorded("here", two))] == [4, 4]  # no optimizer: behind the backward
     micro = (*training_step(10)[:4], *training_step(20))
     assert [len(step.events) for step in steps(Recorded("here", micro))] == [9]
     looked = (*training_step(10), *training_step(20), ran("w1", [21], [29]))
     assert [len(step.events) for step in steps(Recorded("here", looked))] == [5, 6]
-    assert steps(Recorded("here", ())) == [] == fragments(Recorded("here", ()))
+    assert steps(Recorded("here", ())) == []
 
 
 def test_what_varies():
     same = [Recorded("here", training_step(base)) for base in (10, 20)]
-    assert varying(same) == set() and not repeats(Recorded("here", (*training_step(10), *training_step(20, 5))))
+    assert varying(same) == set()
     other = [*same, Recorded("here", training_step(30, 5))]
     assert {(source, target, name) for (source, target, _, name, _), _ in varying(other)} == {
         ("here", "w1", "x"),

@@ -171,11 +171,15 @@ def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
+def arranged(found: Transfers, measure: drawing.Measure) -> drawing.Picture:
+    return drawing.arrange(found.crossings, found.workers, measure)
+
+
 @pytest.mark.parametrize("workers, edges", [(2, 3), (2, 60), (3, 10), (3, 80), (6, 12), (6, 120)])
 def test_nothing_in_a_picture_covers_anything_else(workers: int, edges: int):
     measure = lambda text, points: 0.62 * points * len(text)  # noqa: E731
     for seed in range(20):
-        picture = drawing.arrange(crowd(workers, edges, seed), measure)
+        picture = arranged(crowd(workers, edges, seed), measure)
         boxes = [(box.left, picture.bottom, box.left + box.width, picture.top) for box in picture.boxes]
         labels, across, upright = [], [], []
         for arrow in picture.arrows:
@@ -200,7 +204,7 @@ def test_nothing_in_a_picture_covers_anything_else(workers: int, edges: int):
 
 
 def test_bundles_and_fans():
-    picture = drawing.arrange(described([fan()], {}), lambda text, points: points * len(text))
+    picture = arranged(described([fan()], {}), lambda text, points: points * len(text))
     drawn = {(arrow.source, arrow.target, arrow.kind): arrow for arrow in picture.arrows}
     assert {arrow: each.label for arrow, each in drawn.items()} == {
         (0, 1, "input"): "2 tensors · 240 B",
@@ -209,7 +213,7 @@ def test_bundles_and_fans():
     }
     assert len({drawn[1, target, "activation"].start for target in (2, 3, 4)}) == 1
     assert picture.notes == ["activation stem: one source at w1, to w2, w3, w4"]
-    varying = drawing.arrange(described([fan(4), fan()], {}), lambda text, points: points * len(text))
+    varying = arranged(described([fan(4), fan()], {}), lambda text, points: points * len(text))
     assert varying.notes[1:] == ["dashed: 6 that not every step has in this shape"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from relative import phases, relative
 from standing_group import StandingGroup
 from torch import nn
 from torch.nn.modules import module as modules
@@ -18,7 +19,6 @@ from torch.optim import optimizer as optimizers
 
 import rdmarpc as rpc
 from rdmarpc import timeline, transfers
-from rdmarpc.graph.fragments.cut import fragments, repeats
 from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Move, Operation
 from rdmarpc.places import device, observing, recording, streams, wrap
 
@@ -180,7 +180,6 @@ def block() -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         found["alone"].append(loss.item())
-    found["repeats"] = repeats(seen.recorded)
     found["transfers"] = seen.transfers()
     with recording() as outer, recording() as inner:
         net(inputs)
@@ -197,8 +196,7 @@ def test_a_recording_has_what_ran_here_too(group: StandingGroup):
     assert found["losses"] == found["alone"] and found["after"] == ((), 0, 0)
     assert len(found["steps"]) == 3 and found["both"][0] == found["both"][1] > 0
     second, third = found["steps"][1:]
-    assert [fragment.phase for fragment in fragments(second)] == [FORWARD, BACKWARD, STEP]
-    assert [fragment.form for fragment in fragments(second)] == [fragment.form for fragment in fragments(third)]
+    assert phases(second) == [FORWARD, BACKWARD, STEP] and relative(second) == relative(third)
     ran = [(e.place, e.short, e.phase, e.path) for e in third.events if isinstance(e, Operation)]
     assert [each for each in ran if each[3] and each[1] in ("addmm", "mm", "sum")] == [
         ("worker0", "addmm", FORWARD, "0"),

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..calls.agent import Agent
-from ..graph import GRADIENT, WEIGHT, Bundle, Edge, Half, Trainer, WorkerError, dense, gradient_note
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
-from .dropped import Dropped
+from .bundle import GRADIENT, WEIGHT, Bundle, Edge, gradient_note
+from .errors import WorkerError
+from .layout import strides
 from .left import Left
 from .parameter import Watch
+from .trainer import Half, Trainer
 
 _LEAVE_TIMEOUT_S = 10.0
 _LATE_TIMEOUT_S = 1.0
 """For a server that was waited for in vain before."""
+_AGAIN_S = 0.02
+_MANY = 8
 _open: set[Trainer] = set()
 """Servers may write into their landing places: these must not go, whatever becomes of the models."""
-_dropped: Dropped[Servers] = Dropped()
-_AGAIN_S = 0.02
+_dropped: deque[Servers] = deque()
+"""Those that nobody has any more and nobody has closed: alive once more, until they are left."""
 
 
 def close_dropped(agent: Agent) -> None:
     """Leave the servers of models that nobody has any more and nobody has closed."""
-    for servers in _dropped.take(len(_open)):
+    if len(_open) >= _MANY:
+        gc.collect()  # finds those in circles
+    while _dropped:
+        servers = _dropped.popleft()
         with suppress(RdmaError):
             if servers.agent is agent and not servers.closed:
                 servers.leave(None)
@@ -41,6 +49,10 @@ def close_dropped(agent: Agent) -> None:
 class Servers:
     """The servers of one model, as one of its workers sees them. ``home``: the server of every parameter, by name;
     ``workers``: all who train the model; ``staging``, ``timeout``: see ``serve``."""
+
+    closed = True
+    """Also until it is set up."""
+    watch: Watch
 
     def __init__(
         self, net: nn.Module, home: dict[str, str], agent: Agent, model: str, workers: list[str], timeout: float, staging: str
@@ -51,7 +63,6 @@ class Servers:
         self.optimizers = itertools.count(1)
         self.unused: deque[int] = deque()
         self.left = Left(len(workers) == 1)
-        self.closed = False
         self.steps = 0
         self._uncounted = 0
         named = dict(net.named_parameters())
@@ -63,9 +74,8 @@ class Servers:
         self.position = {
             parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
         }
-        self._watch: Watch | None = None
-        mine = weakref.ref(self)  # the trainer may outlive this, see ``_open``
-        self.trainer = Trainer(agent.name, agent.device, agent.channel, lambda server: _explained(mine, server), timeout)
+        # It may outlive this, see ``_open``.
+        self.trainer = Trainer(agent.name, agent.device, agent.channel, partial(_explain, agent, model, timeout), timeout)
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
         agent.on_peer_lost(self.trainer.station.lost)
@@ -77,7 +87,11 @@ class Servers:
         except BaseException as error:
             self.leave(error)
             raise
-        self._end = _dropped.watch(self)
+
+    def __del__(self) -> None:
+        # In any thread, at any moment, perhaps within a lock: no calls here.
+        if not self.closed:
+            _dropped.append(self)
 
     def _set_up(self, shown: list[memory.Shown]) -> None:
         numbers = itertools.count(1)
@@ -93,10 +107,10 @@ class Servers:
         for half in halves:
             for parameter, landing in zip(self.parameters[half.server], half.inlet.room.tensors):
                 parameter.data = landing
-        names = [name for found in self.names.values() for name in found]
-        self._watch = Watch(names, list(self.position), self.pull)
+        self.watch = Watch([name for found in self.names.values() for name in found], list(self.position), self.pull)
+        self.closed = False
         for tensor, parameter, at in shown:
-            self._watch.lend(parameter)
+            self.watch.lend(parameter)
             tensor.data = parameter.detach().as_strided(tensor.shape, tensor.stride(), at)
 
     def _enter(self, server: str, args: tuple[Any, ...]) -> tuple[bytes, int] | None:
@@ -116,16 +130,15 @@ class Servers:
     def _half(self, server: str, numbers: Iterator[int]) -> Half:
         me, parameters = self.agent.name, self.parameters[server]
         learns = sum(parameter.requires_grad for parameter in parameters)
-        orders = [(dense(parameter.detach()) or (None, 0))[1] for parameter in parameters]
 
         def edges(kind: str, source: str, target: str, count: int) -> list[Edge]:
             return [
-                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype)
+                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype, strides(p.detach()))
                 for name, p in zip(self.names[server][:count], parameters)
             ]
 
-        weights = Bundle(edges(WEIGHT, server, me, len(parameters)), orders)
-        gradients = Bundle(edges(GRADIENT, me, server, learns), orders[:learns], gradient_note(learns)) if learns else None
+        weights = Bundle(edges(WEIGHT, server, me, len(parameters)))
+        gradients = Bundle(edges(GRADIENT, me, server, learns), gradient_note(learns)) if learns else None
         self.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
         return self.trainer.add(weights, gradients)
 
@@ -133,13 +146,13 @@ class Servers:
 
     def pull(self) -> None:
         """See ``Trainer.pull``."""
-        if self._watch is not None and self._watch.left_behind:
+        if self.watch.left_behind:
             raise RdmaError(
                 "this process was forked while the weights of a served model were on their way to its parent",
                 hint="call model.pull() in the thread that forks",
             )
         self.trainer.pull()
-        if self._watch is not None and self._watch.here():
+        if self.watch.here():
             changed = [half.server for half in self.trainer.halves.values() if half.changed]
             self.left.landed(changed, lambda server: self.ask(server, "changed_gradients"))
 
@@ -153,46 +166,39 @@ class Servers:
         """A step sends its gradients. Whatever ends it meanwhile: the parameters are not to be read before ``pull``.
         ``leaves``: nor are their gradients, unless it is known to leave them as they are."""
         self.trainer.waiting = True
-        assert self._watch is not None
-        self._watch.away(leaves)
-
-    def seen(self) -> None:
-        """The step has raised the versions of parameters."""
-        assert self._watch is not None
-        self._watch.seen()
+        self.watch.away(leaves)
 
     def sent(self) -> None:
         """After a step's gradients were sent. Returns when they may be changed again."""
         self.steps += 1
         self.trainer.finish()
-        assert self._watch is not None
-        if self._watch.shared:
+        if self.watch.shared:
             self.pull()
 
     def check_written(self) -> None:
         """Tell the servers what somebody wrote into parameters here. Raises ``NotSupported`` where they have other workers."""
-        if self.closed or self._watch is None or not (written := self._watch.written()):
+        if self.closed or not (written := self.watch.written()):
             return
         everything = list(self.position.items())
         if len(self.workers) > 1:
-            parameter, (server, at) = everything[written[0]]
+            _, (server, at) = everything[written[0]]
             raise NotSupported(
                 f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that",
                 hint="call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer",
             )
-        values: dict[str, dict[int, torch.Tensor]] = {}
-        for parameter, (server, at) in [everything[number] for number in written]:
-            values.setdefault(server, {})[at] = parameter.detach()
-        for server, found in values.items():
-            self.ask(server, "load", found)
-        self._watch.seen()
+        self._load([everything[number] for number in written])
 
     def load(self) -> None:
         """Give the servers everything that is here."""
-        for server, parameters in self.parameters.items():
-            self.ask(server, "load", {at: parameter.detach() for at, parameter in enumerate(parameters)})
-        if self._watch is not None:
-            self._watch.seen()
+        self._load(self.position.items())
+
+    def _load(self, found: Iterable[tuple[nn.Parameter, tuple[str, int]]]) -> None:
+        values: dict[str, dict[int, torch.Tensor]] = {}
+        for parameter, (server, at) in found:
+            values.setdefault(server, {})[at] = parameter.detach()
+        for server, theirs in values.items():
+            self.ask(server, "load", theirs)
+        self.watch.seen()
 
     # -- set-up calls, none of them in the steady state
 
@@ -212,15 +218,6 @@ class Servers:
         except TransferTimeout:
             self.trainer.late = True
             raise
-
-    def explain(self, server: str) -> BaseException:
-        try:
-            reason = self._call(server, serving.why, (self.model,))
-        except RdmaError as error:
-            return error
-        if reason is None:
-            return RdmaError(f"server {server!r} has ended", peer=server)
-        return WorkerError(*reason).raised(server)
 
     def counters(self, everywhere: bool) -> dict[str, int]:
         totals = self.agent.counters()
@@ -249,7 +246,7 @@ class Servers:
     def leave(self, failed: BaseException | None) -> None:
         """Tell the servers, all at once: whoever closes after a timeout has waited long enough. ``failed``: why we go, if not
         because we are done; who was lost is said to those who go on."""
-        self.closed = True
+        opened, self.closed = not self.closed, True
         told = None if failed is None else for_others(failed, self.agent.name)
         why: tuple[str, ...] = ()
         if isinstance(told, PeerLost):
@@ -271,12 +268,15 @@ class Servers:
                 channel = self.trainer.station.peers.get(server)
                 safe &= channel is None or channel.error is not None
         self.trainer.close()
-        if self._watch is not None:
-            self._watch.close()
+        if opened:
+            self.watch.close()
         if safe:
             _open.discard(self.trainer)
 
 
-def _explained(servers: weakref.ref[Servers], server: str) -> BaseException:
-    found = servers()
-    return RdmaError("the model was dropped") if found is None else found.explain(server)
+def _explain(agent: Agent, model: str, timeout: float, server: str) -> BaseException:
+    try:
+        reason = agent.call(agent.resolve(server), serving.why, (model,), None, timeout)
+    except RdmaError as error:
+        return error
+    return WorkerError(*reason).raised(server) if reason else RdmaError(f"server {server!r} has ended", peer=server)

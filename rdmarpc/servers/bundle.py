@@ -12,18 +12,17 @@ another memory order is copied again, and counted.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...transport import SLOTS, Device, NotSupported, RdmaError, RemoteRegion
-from .layout import HEADER_BYTES, Header, dense, strides
+from ..transport import SLOTS, Device, NotSupported, RdmaError, RemoteRegion
+from .layout import HEADER_BYTES, Header, dense
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Transfer, Work
+    from ..transport import Channel, Transfer, Work
     from .station import Station
 
 WEIGHT, GRADIENT = "weight", "gradient"
@@ -47,6 +46,7 @@ class Edge(NamedTuple):
     target: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -55,10 +55,10 @@ class Edge(NamedTuple):
 
 class Bundle:
     """The tensors that one write takes from one worker to another. Plain data, picklable. ``edges`` have one source and one
-    target; ``orders`` are the memory orders of their tensors (``layout``); ``note`` bytes follow the header."""
+    target; ``note`` bytes follow the header."""
 
-    def __init__(self, edges: Sequence[Edge], orders: Sequence[int], note: int = 0) -> None:
-        self.edges, self.orders, self._note = tuple(edges), tuple(orders), note
+    def __init__(self, edges: Sequence[Edge], note: int = 0) -> None:
+        self.edges, self._note = tuple(edges), note
         self.source, self.target, self.number = edges[0].source, edges[0].target, edges[0].number
         self.offsets = []
         at = self.front = _aligned(HEADER_BYTES + note)
@@ -68,7 +68,7 @@ class Bundle:
         self.nbytes = at
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Bundle, (self.edges, self.orders, self._note)  # where things lie each end works out for itself
+        return Bundle, (self.edges, self._note)  # where things lie each end works out for itself
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -86,13 +86,9 @@ class Bundle:
         return [(start, end) for start, end in runs if end > start]
 
 
-def note_of(marks: bytes, numbers: list[float]) -> bytes:
-    """The note of a gradient bundle: marks, padded to 8 bytes, then the numbers of the optimizer's groups (float64)."""
-    return marks.ljust(padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
-
-
-def note_bytes(tensors: int, numbers: int) -> int:
-    return padded(tensors) + 8 * numbers
+def gradient_note(tensors: int) -> int:
+    """Bytes of the note of a bundle with so many gradients."""
+    return padded(tensors) + 8 * NUMBERS
 
 
 def padded(count: int) -> int:
@@ -118,12 +114,12 @@ class Room:
         self.head = memoryview(array[:HEADER_BYTES])
         self.note = memoryview(array[HEADER_BYTES : bundle.front])
         self.tensors = []
-        for edge, order, offset in zip(bundle.edges, bundle.orders, bundle.offsets):
+        for edge, offset in zip(bundle.edges, bundle.offsets):
             tensor = torch.empty(0, dtype=edge.dtype, device="cpu")
             if edge.nbytes:
                 view = memoryview(array[offset : offset + edge.nbytes])
                 flat = torch.frombuffer(view, dtype=edge.dtype, count=prod(edge.shape))
-                tensor.set_(flat.untyped_storage(), 0, edge.shape, strides(edge.shape, order))
+                tensor.set_(flat.untyped_storage(), 0, edge.shape, edge.strides)
             self.tensors.append(tensor if edge.nbytes else tensor.view(edge.shape))
 
 
@@ -160,50 +156,40 @@ class BundleOutlet:
         self.bundle = bundle
         self._device, self._channel, self._remote, self._number = device, channel, remote, number
         self._front = device.empty(bundle.front, dtype=torch.uint8)
-        front = self._front.numpy()
-        self._head, self._note = memoryview(front[:HEADER_BYTES]), memoryview(front[HEADER_BYTES:])
-        self._written = b""
-        self._transfers: dict[tuple[int, tuple[int, ...], int], Transfer] = {}
-        self._rooms: dict[int, Room] = {}
+        self._memory = memoryview(self._front.numpy())
+        self._transfers: dict[tuple[Room, tuple[int, ...], int], Transfer] = {}
         self._loose: dict[tuple[tuple[int, ...], int], _Loose] = {}
         self._staging: Room | None = None
         self._work: Work | None = None
         self._let_go: _Loose | None = None
 
-    def send_room(self, header: Header, room: Room, present: tuple[int, ...]) -> None:
+    def send_room(self, header: Header, room: Room, present: tuple[int, ...], note: bytes = b"") -> None:
         """Write these tensors of a room. They stay unchanged until ``finish``."""
-        self._head_of(header, b"")
-        self._work = self._room_transfer(room, present, 0).post()
+        self._write_front(header, note)
+        key = room, present, len(note)
+        if key not in self._transfers:
+            if len(self._transfers) >= _TRANSFERS:
+                self._transfers.clear()
+            places = self.bundle.runs(present)
+            self._transfers[key] = self.prepare(len(note), places, [room.memory[start:end] for start, end in places])
+        self._work = self._transfers[key].post()
 
     def send_copies(self, header: Header, room: Room, present: tuple[int, ...]) -> None:
         """The same, by way of a staging copy."""
-        staging = self._stage()
-        nbytes = 0
-        for at in present:
-            staging.tensors[at].copy_(room.tensors[at])
-            nbytes += self.bundle.edges[at].nbytes
-        self._device.count_staged(nbytes)
-        self.send_room(header, staging, present)
+        self.send_room(header, self.copied(present, [room.tensors[at] for at in present]), present)
 
     def send_loose(
         self, header: Header, note: bytes, present: tuple[int, ...], tensors: Sequence[torch.Tensor], staging: str
     ) -> None:
         """Write loose tensors (of the shapes and dtypes of the edges ``present``, in their order) and a note. They stay
         unchanged until ``finish``. Raises ``NotSupported`` for one that is not dense."""
-        self._head_of(header, note)
         loose = self._loose.get((present, len(note))) if staging == TRACED else None
         if loose is not None:
+            self._write_front(header, note)
             loose.bind(tensors)
             self._work, self._let_go = loose.transfer.post(), loose
             return
-        room = self._stage()
-        nbytes = 0
-        for at, tensor in zip(present, tensors):
-            _check(self.bundle.edges[at], tensor)
-            room.tensors[at].copy_(tensor.detach())
-            nbytes += self.bundle.edges[at].nbytes
-        self._device.count_staged(nbytes)
-        self._work = self._room_transfer(room, present, len(note)).post()
+        self.send_room(header, self.copied(present, tensors), present, note)
         if staging == TRACED:
             if len(self._loose) >= _TRANSFERS:
                 self._loose.clear()
@@ -217,57 +203,29 @@ class BundleOutlet:
         if self._let_go is not None:
             missed = self._let_go.release()
             self._let_go = None
-            room = self._staging
-            if not missed and room is not None:
+            if not missed and self._staging is not None:
                 # Tracing has seen everything, so the memory of the copies is of use to others.
+                self._transfers = {key: each for key, each in self._transfers.items() if key[0] is not self._staging}
                 self._staging = None
-                self._rooms.pop(id(room), None)
-                self._transfers = {key: each for key, each in self._transfers.items() if key[0] != id(room)}
 
-    # -- what is prepared
+    def _write_front(self, header: Header, note: bytes) -> None:
+        header._replace(bundle=self.bundle.number).write(self._memory)
+        self._memory[HEADER_BYTES : HEADER_BYTES + len(note)] = note
 
-    def _head_of(self, header: Header, note: bytes) -> None:
-        header._replace(bundle=self.bundle.number).write(self._head)
-        if note != self._written:
-            self._note[: len(note)] = note
-            self._written = note
-
-    def _used_front(self, note: int) -> tuple[RemoteRegion, torch.Tensor]:
+    def prepare(self, note: int, places: Sequence[tuple[int, int]], sources: Sequence[torch.Tensor]) -> Transfer:
+        """A transfer of the front, with so many bytes of note, and of ``sources`` into these byte ranges of the slot."""
         end = HEADER_BYTES + note
-        return self._remote[:end], self._front[:end]
+        pairs = [(self._remote[start:stop], source) for (start, stop), source in zip(places, sources)]
+        return self._channel.prepare([(self._remote[:end], self._front[:end]), *pairs], notify=self._number)
 
-    def _room_transfer(self, room: Room, present: tuple[int, ...], note: int) -> Transfer:
-        key = (id(room), present, note)
-        if key not in self._transfers:
-            if len(self._transfers) >= _TRANSFERS:
-                self._transfers.clear()
-                self._rooms.clear()
-            runs = self.bundle.runs(present)
-            pairs = [(self._remote[start:end], room.memory[start:end]) for start, end in runs]
-            self._transfers[key] = self._channel.prepare([self._used_front(note), *pairs], notify=self._number)
-            self._rooms[id(room)] = room  # or its id might be another's
-        return self._transfers[key]
-
-    def prepare_loose(self, present: tuple[int, ...], idle: Sequence[torch.Tensor], note: int) -> Transfer:
-        """A transfer with a copy a tensor, after the one of the front."""
-        pairs = []
-        for at, tensor in zip(present, idle):
-            start = self.bundle.offsets[at]
-            pairs.append((self._remote[start : start + self.bundle.edges[at].nbytes], tensor))
-        return self._channel.prepare([self._used_front(note), *pairs], notify=self._number)
-
-    def staged(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a loose tensor in a room, counted."""
-        room = self._stage()
-        room.tensors[at].copy_(tensor.detach())
-        self._device.count_staged(self.bundle.edges[at].nbytes)
-        found = dense(room.tensors[at])
-        assert found is not None
-        return found[0]
-
-    def _stage(self) -> Room:
+    def copied(self, present: Sequence[int], tensors: Sequence[torch.Tensor]) -> Room:
+        """A room of our own with copies of these tensors, counted."""
         if self._staging is None:
             self._staging = Room(self._device, self.bundle)
+        for at, tensor in zip(present, tensors):
+            _check(self.bundle.edges[at], tensor)
+            self._staging.tensors[at].copy_(tensor.detach())
+        self._device.count_staged(sum(self.bundle.edges[at].nbytes for at in present))
         return self._staging
 
 
@@ -278,37 +236,41 @@ class _Loose:
     def __init__(self, outlet: BundleOutlet, present: tuple[int, ...], note: int) -> None:
         bundle = outlet.bundle
         self._outlet, self._present = outlet, present
-        self._orders = [bundle.orders[at] for at in present]
-        self._plain = [
-            not order and not bundle.edges[at].dtype.is_complex for at, order in zip(present, self._orders)
-        ]  # need no look beyond the flags
+        self._plain = [_is_plain(bundle.edges[at]) for at in present]
         self._missed = False
         # Never sent and never touched, so they take no memory.
         self._idle = [torch.empty(bundle.edges[at].nbytes, dtype=torch.uint8, device="cpu") for at in present]
-        self.transfer = outlet.prepare_loose(present, self._idle, note)
+        places = [(bundle.offsets[at], bundle.offsets[at] + bundle.edges[at].nbytes) for at in present]
+        self.transfer = outlet.prepare(note, places, self._idle)
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         rebind = self.transfer.rebind
-        for index, (tensor, plain) in enumerate(zip(tensors, self._plain)):
+        for index, (tensor, plain) in enumerate(zip(tensors, self._plain), 1):
             if not plain or tensor.layout is not torch.strided or tensor.is_neg() or not tensor.is_contiguous():
-                tensor = self._source(index, tensor)
-            rebind(index + 1, tensor)
+                tensor = self._source(self._present[index - 1], tensor)
+            rebind(index, tensor)
 
-    def _source(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        at = self._present[index]
-        _check(self._outlet.bundle.edges[at], tensor)
+    def _source(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
+        edge = self._outlet.bundle.edges[at]
+        _check(edge, tensor)
         found = dense(tensor.detach())
-        if found is not None and found[1] == self._orders[index]:
-            return found[0]
-        self._missed = True
-        return self._outlet.staged(at, tensor)
+        if found is None or tensor.stride() != edge.strides:
+            self._missed = True
+            found = dense(self._outlet.copied([at], [tensor]).tensors[at])
+            assert found is not None
+        return found
 
     def release(self) -> bool:
         """Let go of the sources. Whether one of them had to be copied."""
-        for index, idle in enumerate(self._idle):
-            self.transfer.rebind(index + 1, idle)
+        for index, idle in enumerate(self._idle, 1):
+            self.transfer.rebind(index, idle)
         missed, self._missed = self._missed, False
         return missed
+
+
+def _is_plain(edge: Edge) -> bool:
+    """Whether what is sent in its place needs no look beyond the flags."""
+    return not edge.dtype.is_complex and torch.empty(edge.shape, device="meta").stride() == edge.strides
 
 
 def _check(edge: Edge, tensor: torch.Tensor) -> None:

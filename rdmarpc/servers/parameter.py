@@ -163,29 +163,24 @@ class Watch:
         self._lent.clear()
         self._views.clear()
 
-    # -- forks: the child has the weights of the last step, as in one process
-
-    def before_fork(self) -> None:
-        """In the thread that forks, which waits for the weights if it made the step: no other one may wait in its place."""
-        if self._away and self._by == threading.get_ident():
-            with suppress(Exception):  # whoever uses the model here hears of it
-                self.pull()
-
-    def in_child(self) -> None:
-        self.left_behind = self._away
-
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
+# A forked child has the weights of the last step, as in one process.
+
+
 def _before_fork() -> None:
+    """The thread that forks waits for the weights if it made the step: no other one may wait in its place."""
     for watch in list(_watches):
-        watch.before_fork()
+        if watch._away and watch._by == threading.get_ident():
+            with suppress(Exception):  # whoever uses the model here hears of it
+                watch.pull()
 
 
 def _in_child() -> None:
     for watch in list(_watches):
-        watch.in_child()
+        watch.left_behind = watch._away
 
 
 # Hooks that run before a fork do so in the opposite order of these calls: this one, then the copies of ``transport/memory``.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timing import eventually
 
-from rdmarpc.graph.servers.bundle import (
+from rdmarpc.servers.bundle import (
     ALWAYS,
     GRADIENT,
     PRESENT,
@@ -26,12 +26,12 @@ from rdmarpc.graph.servers.bundle import (
     BundleOutlet,
     Edge,
     Room,
+    gradient_note,
 )
-from rdmarpc.graph.servers.errors import WorkerError
-from rdmarpc.graph.servers.layout import Header, dense
-from rdmarpc.graph.servers.server import Server
-from rdmarpc.graph.servers.station import Station
-from rdmarpc.graph.servers.trainer import Trainer, gradient_note
+from rdmarpc.servers.layout import Header
+from rdmarpc.servers.server import Server
+from rdmarpc.servers.station import Station
+from rdmarpc.servers.trainer import Trainer
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]
@@ -40,10 +40,10 @@ T = 20.0
 
 def bundle(shapes: list[Shape], kind: str = GRADIENT, source: str = "w", target: str = "s", **options: Any) -> Bundle:
     dtype = options.pop("dtype", torch.float32)
-    orders = options.pop("orders", [0] * len(shapes))
+    strides = options.pop("strides", [torch.empty(shape).stride() for shape in shapes])
     first = options.pop("first", 1)
-    edges = [Edge(first + at, kind, f"p{at}", source, target, shape, dtype) for at, shape in enumerate(shapes)]
-    return Bundle(edges, orders, **options)
+    edges = [Edge(first + at, kind, f"p{at}", source, target, shape, dtype, strides[at]) for at, shape in enumerate(shapes)]
+    return Bundle(edges, **options)
 
 
 # -- layout
@@ -112,9 +112,9 @@ def staged(station: Station) -> int:
 
 
 def test_loose_tensors_are_traced_and_a_miss_is_copied(ends: Ends) -> None:
-    channels_last = dense(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))[1]  # type: ignore[index]
+    channels_last = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last).stride()
     shapes: list[Shape] = [(3, 4), (2, 3, 4, 5), (), (0, 7)]
-    laid = bundle(shapes, orders=[0, channels_last, 0, 0], note=16)
+    laid = bundle(shapes, strides=[(4, 1), channels_last, (), (7, 1)], note=16)
     came: list[Header] = []
     inlet = BundleInlet(ends.there, laid, came.append)
     outlet = ends.outlet(laid, inlet)
@@ -240,9 +240,8 @@ class World:
 
             def explain(server: str) -> BaseException:
                 # The alarm comes when the error is there.
-                reason = self.server.why()
-                assert reason is not None
-                return WorkerError(*reason).raised(server)
+                assert self.server.error is not None
+                return self.server.error.raised(server)
 
             trainer = Trainer(name, device, {"s": channel}.__getitem__, explain, timeout)
             half = trainer.add(weights, gradients)

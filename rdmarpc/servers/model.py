@@ -14,9 +14,10 @@ from torch import nn
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph import ALWAYS, TRACED, Crossing, Edge, Transfers, describe
+from ..graph import Crossing, Transfers, describe
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
+from .bundle import ALWAYS, TRACED, Edge
 from .servers import Servers, close_dropped
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"

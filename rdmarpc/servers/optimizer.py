@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph import (
-    ABSENT,
-    NUMBERS,
+from ..transport import NotSupported
+from .bundle import ABSENT, NUMBERS, PRESENT
+from .servers import Servers
+from .trainer import Half
+from .updates import (
     PER_PARAMETER,
-    PRESENT,
     Elsewhere,
-    Half,
     counting_dtype,
     hyperparameters,
     leaves_gradients,
@@ -30,8 +30,6 @@ from ..graph import (
     numbers_of,
     refuse_scaling,
 )
-from ..transport import NotSupported
-from .servers import Servers
 
 
 class _Share:
@@ -76,7 +74,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._grouped: list[list[int]] = []
         self._share_out()
         for share in self._shares:
-            self._tell(share, *self._numbers(share))
+            self._tell(share, self._numbers(share)[1])
 
     def _share_out(self) -> None:
         served = self._served
@@ -129,7 +127,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         for share in self._shares:
             numbers, rest = self._numbers(share)
             if self._told.get(share.half.server) != rest:
-                self._tell(share, numbers, rest)
+                self._tell(share, rest)
             write = _gradients(share)
             if share.half.gradients is not None:
                 writes.append((share, *write, numbers))
@@ -142,7 +140,7 @@ class ServedOptimizer(torch.optim.Optimizer):
                 # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
                 torch.autograd.graph.increment_version(share.parameters)
         finally:
-            served.seen()
+            served.watch.seen()
         served.sent()
         return loss
 
@@ -162,7 +160,7 @@ class ServedOptimizer(torch.optim.Optimizer):
             )
         return [*numbers, share.sum], (rest, counting_dtype(self._kind))
 
-    def _tell(self, share: _Share, numbers: list[float], rest: Any) -> None:
+    def _tell(self, share: _Share, rest: Any) -> None:
         served = self._served
         described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
         counting = counting_dtype(self._kind)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ...transport import GIVEN_UP, PeerLost, Poller, RdmaError
+from ..transport import GIVEN_UP, PeerLost, Poller, RdmaError
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Device
+    from ..transport import Channel, Device
 
 _GRACE_S, _REASON_S, _LOOK_S = 0.5, 0.05, 0.002
 _SLICE_S = 0.25

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...transport import NotSupported
+from ..transport import NotSupported
 
 NOT_SENT = frozenset({"params", "param_names"})
 

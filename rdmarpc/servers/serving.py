@@ -9,8 +9,10 @@ from typing import Any
 
 from ..calls import agent as _agent
 from ..calls.agent import Agent
-from ..graph import ASKED, Bundle, End, Server
 from ..transport import RdmaError
+from . import kept
+from .bundle import Bundle
+from .server import End, Server
 
 
 class _Table(dict[str, Server]):
@@ -24,7 +26,7 @@ class _Table(dict[str, Server]):
 
 _servers: weakref.WeakKeyDictionary[Agent, _Table] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_ASKED = ASKED | {"connect", "counters", "forget"}
+_ASKED = kept.ASKED | {"connect", "counters", "forget"}
 """What workers ask a ``Server`` for."""
 
 
@@ -124,8 +126,9 @@ def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
 
 
 def why(model: str) -> tuple[Any, ...] | None:
-    """Called at a server: see ``Server.why``."""
-    return _find(model).why()
+    """Called at a server: the error that ended it (a ``WorkerError``); ``None`` if there is none."""
+    error = _find(model).error
+    return None if error is None else tuple(error)
 
 
 def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = "") -> None:

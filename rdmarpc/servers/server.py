@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .errors import WorkerError
 from .kept import ASKED, Kept
@@ -35,7 +35,7 @@ from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Device, Transfer
+    from ..transport import Channel, Device, Transfer
 
 
 class _Client:
@@ -112,10 +112,6 @@ class Server(threading.Thread):
     def forsaken(self) -> bool:
         """Whether all workers that ever came are gone: nobody writes here any more."""
         return self.gone | self.end.awaited >= set(self.workers)
-
-    def why(self) -> tuple[Any, ...] | None:
-        """The error that ended this server (a ``WorkerError``); ``None`` if there is none."""
-        return None if self.error is None else tuple(self.error)
 
     def meet(self) -> None:
         """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the
@@ -261,6 +257,6 @@ class Server(threading.Thread):
 def _same_tensors(mine: Bundle, theirs: Bundle, worker: str) -> None:
     ours = [(edge.name, edge.shape, edge.dtype) for edge in mine.edges]
     others = [(edge.name, edge.shape, edge.dtype) for edge in theirs.edges]
-    if (ours, mine.orders) != (others, theirs.orders):
+    if ours != others or any(one.strides != other.strides for one, other in zip(mine.edges, theirs.edges)):
         different = next((a for a, b in zip(ours, others) if a != b), "a tensor more, or another memory order")
         raise ValueError(f"worker {worker!r} serves another model under this name: {different} differs")

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..graph import dense
 from ..places.tensor import RemoteTensor
 from ..transport import NotSupported, sole
 from .advice import warn
+from .layout import dense
 from .parameter import ServedParameter
 
 Shown = tuple[torch.Tensor, nn.Parameter, int]

@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import rdmarpc as rpc
-from rdmarpc.served import serving
-from rdmarpc.served.model import place, state_of
-from rdmarpc.served.servers import _open
+from rdmarpc.servers import serving
+from rdmarpc.servers.model import place, state_of
+from rdmarpc.servers.servers import _open
 from rdmarpc.transport import PeerLost
 
 SERVERS = ["worker1", "worker2"]

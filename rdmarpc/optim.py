@@ -1,4 +1,4 @@
-"""``torch.distributed.optim``: one optimizer over parameters of many workers. ``optim/local`` is the owners' part."""
+"""``torch.distributed.optim``: one optimizer over parameters of many workers. ``servers/local`` is the owners' part."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from ..calls import agent as _agent
-from ..gradients.context import current
-from ..graph import hyperparameters
-from ..internal import taken_apart
-from ..references.handle import RRef, ask, fork_of
-from ..transport import NotSupported
-from . import local as local_optimizer
+from .calls import agent as _agent
+from .gradients.context import current
+from .internal import taken_apart
+from .references.handle import RRef, ask, fork_of
+from .servers import local as local_optimizer
+from .servers.updates import hyperparameters
+from .transport import NotSupported
 
 __all__ = ["DistributedOptimizer"]
 
@@ -163,7 +163,7 @@ class DistributedOptimizer(Optimizer):
         self._sent = self._settled, b""
 
     def _changes(self) -> bytes:
-        """See ``optim/local``. The same bytes again while nothing is set."""
+        """See ``servers/local``. The same bytes again while nothing is set."""
         now = self._hyperparameters()
         sent, changes = self._sent
         if now == sent:

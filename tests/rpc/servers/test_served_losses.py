@@ -21,9 +21,9 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.graph.servers.server import Server
-from rdmarpc.served import serving
-from rdmarpc.served.model import ServedModel
+from rdmarpc.servers import serving
+from rdmarpc.servers.model import ServedModel
+from rdmarpc.servers.server import Server
 
 TRAINERS, SERVERS = ["worker0", "worker1"], ["worker2", "worker3"]
 P = 3.0

@@ -3,19 +3,20 @@ hold here too."""
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...transport import RdmaError, RemoteRegion, TransferTimeout
-from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, note_bytes, note_of
+from ..transport import RdmaError, RemoteRegion, TransferTimeout
+from .bundle import ALWAYS, Bundle, BundleInlet, BundleOutlet, padded
 from .layout import CHANGED, STAGED, Header
 from .station import Station
 
 if TYPE_CHECKING:
-    from ...transport import Channel, Device
+    from ..transport import Channel, Device
 
 
 class Half:
@@ -28,8 +29,7 @@ class Half:
         self._station = station
         self.inlet = BundleInlet(station, weights, self._landed)
         """Its room is the memory of the parameters."""
-        channel = station.channel(self.server)
-        self.alarm = station.take_number(channel, self._alarmed)
+        self.alarm = station.take_number(station.channel(self.server), self._alarmed)
         self._outlet: BundleOutlet | None = None
         self.steps = -1
         """The step of the weights that landed last; -1 before those of the start, which are step 0."""
@@ -41,8 +41,7 @@ class Half:
 
     def connect(self, slot: tuple[bytes, int] | None) -> None:
         """Connect the outlet of the gradients to their slot at the server."""
-        if slot is not None:
-            assert self.gradients is not None
+        if slot is not None and self.gradients is not None:
             channel, remote = self._station.channel(self.server), RemoteRegion.load(slot[0])
             self._outlet = BundleOutlet(self._station.device, channel, self.gradients, remote, slot[1])
 
@@ -55,9 +54,10 @@ class Half:
         numbers: list[float],
         staging: str,
     ) -> None:
-        """Gradients of the next step. They belong to the write until ``finish``."""
+        """Gradients of the next step. They belong to the write until ``finish``. The note: marks, padded to 8 bytes, then the
+        numbers of the optimizer's groups (float64)."""
         assert self._outlet is not None
-        note = note_of(marks, numbers)
+        note = marks.ljust(padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
         header = Header(0, self.steps + 1, STAGED * (staging == ALWAYS), len(note), optimizer)
         with self._station.naming():
             self._outlet.send_loose(header, note, present, grads, staging)
@@ -90,14 +90,13 @@ class Trainer:
         timeout: float,
     ) -> None:
         self.station = Station(name, device, channels, timeout)
-        self.timeout = timeout
+        self.timeout, self._explain = timeout, explain
         self.halves: dict[str, Half] = {}
         self.late = False
-        """Whether the last wait for weights timed out."""
+        """Whether the last wait, for weights or for an answer of a server, timed out."""
         self.waiting = True
         """Whether weights are on their way, or may be: set it before gradients are sent. While they are, the parameters are not
         to be read."""
-        self._explain = explain
 
     def add(self, weights: Bundle, gradients: Bundle | None) -> Half:
         half = self.halves[weights.source] = Half(self.station, weights, gradients)
@@ -132,28 +131,23 @@ class Trainer:
         self.pull()
         self._raise_alarm()
         self.station.check()
-        self._finish()  # a wait that timed out may have left something
+        for half in self.halves.values():  # a wait that timed out may have left something
+            half.finish(self.timeout)
 
     def finish(self) -> None:
         """Wait until the memory of the sent gradients may be changed again."""
         self.waiting = True
-        self._finish()
-
-    def _finish(self) -> None:
         for half in self.halves.values():
             half.finish(self.timeout)
 
     def _raise_alarm(self) -> None:
         for half in self.halves.values():
             if half.alarmed:
-                raise self._explain(half.server)
+                error = self._explain(half.server)
+                self.late |= isinstance(error, TransferTimeout)
+                raise error
 
     def close(self) -> None:
         self.station.close()
         for half in self.halves.values():
             half.inlet.room.tensors.clear()  # the parameters have their memory, and are all that shows it
-
-
-def gradient_note(tensors: int) -> int:
-    """Bytes of the note of a bundle with so many gradients."""
-    return note_bytes(tensors, NUMBERS)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...transport import NotSupported, RdmaError
+from ..transport import NotSupported, RdmaError
 from .bundle import PRESENT, Room, padded
 from .updates import (
     build_optimizer,

@@ -20,10 +20,10 @@ from torch.optim.swa_utils import SWALR
 import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.gradients.context import current
-from rdmarpc.graph.servers.updates import hyperparameters
 from rdmarpc.nn import RemoteModule
 from rdmarpc.optim import DistributedOptimizer
-from rdmarpc.optim.local import LocalOptimizer
+from rdmarpc.servers.local import LocalOptimizer
+from rdmarpc.servers.updates import hyperparameters
 
 OWNERS = ("worker1", "worker2", "worker0")
 """Of parameters 0, 1, 2, 0, ...: worker 0 is the one that steps."""

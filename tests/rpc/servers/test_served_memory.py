@@ -20,7 +20,7 @@ from test_served_optimizers import net, step
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.served.model import state_of
+from rdmarpc.servers.model import state_of
 
 SERVERS = ["worker1", "worker2"]
 

@@ -21,10 +21,10 @@ from ..base.streams import use_here
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
 from ..gradients.behind import undisturbed
-from ..graph import hyperparameters
 from ..message import permits
 from ..references.handle import RRef, fork_of
 from ..transport import NotSupported, bare
+from .updates import hyperparameters
 
 Members = dict[int, list[RRef[torch.Tensor]]]
 """The parameters that live here, by the number of their group."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import rdmarpc as rpc
-from rdmarpc.served.parameter import ServedParameter
+from rdmarpc.servers.parameter import ServedParameter
 
 SERVERS = ["worker1", "worker2"]
 

@@ -1,1 +1,0 @@
-"""``serve``: a model that computes at its worker, with its parameters kept and stepped by servers."""
