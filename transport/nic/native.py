@@ -180,8 +180,8 @@ class SharedReceiveQueue(_Owner):
     def __init__(self, context: Context, native: Any, depth: int) -> None:
         super().__init__(context, native)
         self.depth = depth
-        parents = struct.pack("<QQ", context.address, context.pd_address)
-        self.address = find(native, "ibv_srq", lambda p: peek(p + at.SRQ_CONTEXT, 16) == parents)
+        parents = context.address, context.pd_address
+        self.address = find(native, "ibv_srq", lambda p: (word(p + at.SRQ_CONTEXT), word(p + at.SRQ_PD)) == parents)
 
 
 class QueuePair(_Owner):
