@@ -25,7 +25,7 @@ _HOMES = {
     "show.describe": "Transfers describe described load save",
     "show.records": "Crossing",
 }
-"""Modules, and the names that are theirs. A module is a name itself."""
+"""Modules, and the names that are theirs."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
@@ -34,5 +34,5 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{home}", __name__)
-    found = globals()[name] = module if home.endswith(f".{name}") else getattr(module, name)
+    found = globals()[name] = getattr(module, name)
     return found

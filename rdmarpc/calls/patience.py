@@ -31,6 +31,8 @@ class Patience:
         self._arena: Arena = agent.device.arena
         self._waiting: set[int] = set()
         """The threads of the pool that wait here, by ``Pool.slot``: none of them frees anything meanwhile."""
+        self.waits = 0
+        """How many allocations have had to wait so far."""
 
     def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
         """``nbytes`` > 0 of memory that only the channel's peer may touch. ``deadline``: that of the call that needs it
@@ -48,6 +50,7 @@ class Patience:
                 self._waiting.discard(slot)
 
     def _retry(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
+        self.waits += 1
         begin = time.monotonic()
         limit = begin + DEFAULT_S if deadline is None else deadline
         fits = size_class(nbytes) <= self._arena.limit
