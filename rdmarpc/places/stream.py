@@ -474,7 +474,7 @@ class Stream:
                 offset = region.take(nbytes, done)
                 if offset is not None:
                     return region, offset
-            if self.dead and any(place for _, place in self.dead):
+            if self.urgent:  # what has died, places among it: not looked through, for finalisers add to it meanwhile
                 self.synchronize()
                 continue
             if sum(region.nbytes for region in regions) >= 4 * _REGION_BYTES and any(region.coming for region in regions):
