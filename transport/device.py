@@ -235,7 +235,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         ``Region.close``; the counter ``registrations`` counts that. The region keeps the memory alive. Raises ``ValueError``
         for what is not contiguous or cannot be shared with torch, ``RegistrationError``."""
         self.check()
-        return self.memory.register(tensor if isinstance(tensor, torch.Tensor) else as_tensor(tensor))
+        return self.memory.register(as_tensor(tensor))
 
     def export(self, tensor: torch.Tensor) -> bytes:
         """The descriptor of an arena tensor, as bytes. Raises ``RegistrationError`` for other memory, which a ``Region`` of

@@ -72,10 +72,8 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     content = {key: _content(value, names) for key, value in state.items()} | {_RNG: _generators()}
     try:
         draft.mkdir(parents=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that torch.distributed is not used
-            with _our_errors():
-                dcp.save(content, storage_writer=Writer(str(draft)), no_dist=True)
+        with _alone():
+            dcp.save(content, storage_writer=Writer(str(draft)), no_dist=True)
         _swap(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -97,10 +95,8 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     metadata = reader.read_metadata()
     names = _names(state)
     content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with _our_errors():
-            dcp.load(content, storage_reader=reader, no_dist=True)
+    with _alone():
+        dcp.load(content, storage_reader=reader, no_dist=True)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, names, content[key])
@@ -113,13 +109,15 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
 
 
 @contextmanager
-def _our_errors() -> Iterator[None]:
-    """A lost worker, and a file that cannot be written or read, as themselves: DCP raises a list of what its ranks have raised,
-    which is no ``Exception``."""
+def _alone() -> Iterator[None]:
+    """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, and a file that cannot be
+    written or read, are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except CheckpointException as error:
         for found, _ in error.failures.values():
             if isinstance(found, (RdmaError, OSError)):

@@ -109,10 +109,10 @@ class Signature:
         if self.in_arena:
             return
         self.in_arena = True
-        found = None if self.expected is None or len(self.expected) != 1 else form_with_out(_overload(self.name))
-        if found is None or self.expected is None or self.expected[0] is None:
+        found, expected = form_with_out(_overload(self.name)), self.expected or []
+        if found is None or len(expected) != 1 or expected[0] is None:
             return
-        (shape, _, named), (filled, out), func = self.expected[0], found, self.func
+        (shape, _, named), (filled, out), func = expected[0], found, self.func
         if not named or shape != Geometry(shape.shape, shape.strides, shape.dtype) or 0 in shape.strides:
             return
 
@@ -186,7 +186,7 @@ class Runner:
         """The batch that is run, the position of its first word in the ring, and of the message in it."""
         self._line: tuple[observing.Line, int] | None = None
         """The timeline that is recorded, and this stream's track in it."""
-        self._makes_in_arena = self.channel.registered_only and device.type == "cpu"
+        self._makes_in_arena = self.channel.registered_only
         """Whether what is sent from here has to lie in the arena, or is staged there."""
         self._ahead = 0
         self._board = Scoreboard(self._arrived)
@@ -241,7 +241,7 @@ class Runner:
         """Memory of another worker's."""
         channel = self._reaching(target)
         self.remote[number] = Landing(channel, RemoteRegion.load(descriptor), notify)
-        self._makes_in_arena |= channel.registered_only and self.device.type == "cpu"
+        self._makes_in_arena |= channel.registered_only
 
     def stop(self) -> None:
         """End the stream. Returns when nothing of it runs any more, or after some seconds."""
@@ -567,20 +567,8 @@ class Runner:
     def _names(self, signature: Signature, words: list[int], at: int) -> list[int]:
         """The names of all operands, with their words from ``at`` on."""
         found: list[int] = []
-
-        def walk(argument: tuple[str, Any], at: int) -> int:
-            kind, value = argument
-            if kind == "w":
-                found.append(words[at])
-                return at + 2
-            if kind == "l":
-                for each in value:
-                    at = walk(each, at)
-                return at
-            return at if kind in ("c", "s") else at + 1
-
         for argument in (*signature.takes, *(each for _, each in signature.keywords)):
-            at = walk(argument, at)
+            at = _add_names(argument, words, at, found)
         return found
 
     def _describe(self, signature: Signature, name: int, result: Any, operands: list[tuple[int, torch.Tensor]]) -> list[Any]:
@@ -743,7 +731,8 @@ class Runner:
 
     def _make_the_next_in_arena(self, name: int) -> None:
         """The next result of what has made this tensor, which is sent."""
-        if self._makes_in_arena and (signature := getattr(self.values[name], "made_by", None)) is not None:
+        signature = getattr(self.values[name], "made_by", None)
+        if signature is not None and self.device.type == "cpu":
             signature.make_in(self.channel.device)
 
     def _fetch(self, words: list[int], at: int) -> None:
@@ -764,6 +753,19 @@ class Runner:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
             self._answer(question, ("error", dump_error(error, self._position)))
+
+
+def _add_names(argument: tuple[str, Any], words: list[int], at: int, found: list[int]) -> int:
+    """Add the names of an argument whose words begin at ``at``; returns where those of the next one begin."""
+    kind, value = argument
+    if kind == "w":
+        found.append(words[at])
+        return at + 2
+    if kind == "l":
+        for each in value:
+            at = _add_names(each, words, at, found)
+        return at
+    return at if kind in ("c", "s") else at + 1
 
 
 def _same(given: Any, tensor: torch.Tensor) -> bool:

@@ -106,7 +106,6 @@ class _Iovec(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _calls = {True: _libc.process_vm_writev, False: _libc.process_vm_readv}
 for _call in _calls.values():
     _call.restype = ctypes.c_ssize_t

@@ -163,8 +163,7 @@ class VerbsDevice(ListeningDevice):
         """As ``Device.register``; also registers GPU memory, for the peers of this device. It returns when the work that the
         current stream was given before the call is done. Raises ``RegistrationError``, with the reasons, where the adapter
         cannot reach the GPU memory."""
-        if not isinstance(tensor, torch.Tensor):
-            tensor = as_tensor(tensor)
+        tensor = as_tensor(tensor)
         if tensor.is_cpu:
             return super().register(tensor)
         self.check()

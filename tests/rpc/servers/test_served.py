@@ -324,14 +324,22 @@ def test_what_ends_one_is_an_error_of_all(what):
     assert all(outcomes[rank].result < 25 for rank in (0, 1) if rank != dead)
 
 
-def another_one_dies(rank: int) -> None:
-    """Workers 0 and 1 train, 2 serves."""
+def served_to_two(rank: int) -> Any:
+    """The model that workers 0 and 1 train, pulled once. ``None`` at worker 2, which has served until it was dismissed."""
     if rank == 2:
         until_dismissed()
         rpc.shutdown(graceful=False)
-        return
+        return None
     served = rpc.serve(linear(), ["worker2"], torch.optim.SGD, lr=0.1, workers=["worker0", "worker1"], timeout=20)
     served.pull()
+    return served
+
+
+def another_one_dies(rank: int) -> None:
+    """Workers 0 and 1 train, 2 serves."""
+    served = served_to_two(rank)
+    if served is None:
+        return
     if rank == 1:
         die()
     with pytest.raises(PeerLost, match="worker1") as raised:
@@ -362,12 +370,9 @@ def test_the_death_of_another_worker_is_told_by_its_name(device: str) -> None:
 
 def gives_up_for_a_loss(lost: PeerLost, named: str, rank: int) -> None:
     """Workers 0 and 1 train, 2 serves. Worker 1 finds somebody lost whom worker 0 still has, and closes the model."""
-    if rank == 2:
-        until_dismissed()
-        rpc.shutdown(graceful=False)
+    served = served_to_two(rank)
+    if served is None:
         return
-    served = rpc.serve(linear(), ["worker2"], torch.optim.SGD, lr=0.1, workers=["worker0", "worker1"], timeout=20)
-    served.pull()
     if rank == 1:
 
         def pull() -> None:
