@@ -274,12 +274,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 
 def _invoke_rpc(
-    to: Any,
-    func: Any,
-    rpc_type: RPCExecMode,
-    args: Any = None,
-    kwargs: Any = None,
-    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+    to: Any, func: Any, rpc_type: RPCExecMode, args: Any = None, kwargs: Any = None, rpc_timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future:
     """As ``rpc_async``. ``rpc_type`` named the call to torch's profiler."""
     agent = _agent.current()

@@ -148,7 +148,4 @@ def _get_debug_info() -> dict[str, int]:
     """``num_autograd_contexts`` here, and ``num_current_backward_passes`` that this worker began or takes part in."""
     agent = _agent.found()
     live = list(agent.contexts.live.values()) if agent is not None else []
-    return {
-        "num_current_backward_passes": sum(len(each.passes) for each in live),
-        "num_autograd_contexts": len(live),
-    }
+    return {"num_current_backward_passes": sum(len(each.passes) for each in live), "num_autograd_contexts": len(live)}

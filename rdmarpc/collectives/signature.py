@@ -42,10 +42,7 @@ _USUAL = (
     torch.int32,
     torch.int64,
 )
-TYPES = (
-    *_USUAL,
-    *sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - set(_USUAL), key=str),
-)
+TYPES = (*_USUAL, *sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - set(_USUAL), key=str))
 _NUMBERS = {kind: number for number, kind in enumerate(TYPES)}
 _NONE = 255
 

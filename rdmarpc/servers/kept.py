@@ -11,15 +11,7 @@ from torch import nn
 
 from ..transport import NotSupported, RdmaError
 from .bundle import PRESENT, Room, padded
-from .updates import (
-    build_optimizer,
-    copy_state,
-    counting_dtype,
-    leaves_gradients,
-    load_saved,
-    numbers_of,
-    read_numbers,
-)
+from .updates import build_optimizer, copy_state, counting_dtype, leaves_gradients, load_saved, numbers_of, read_numbers
 
 ASKED = frozenset(("changed_gradients", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
 """The methods of ``Kept`` that workers may call."""

@@ -42,11 +42,7 @@ _CHOSEN = 3  # lines of a port that say what was chosen; the others, why not ano
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
 _SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
 _NO_HOST = "give a host's name (getent hosts NAME), or Device.address of a worker; names of workers are not known here"
-_WITHIN = {
-    "shm": "processes of this host",
-    "verbs": "hosts with a usable RDMA port, too",
-    "tcp": "all other hosts",
-}
+_WITHIN = {"shm": "processes of this host", "verbs": "hosts with a usable RDMA port, too", "tcp": "all other hosts"}
 
 
 @dataclass(frozen=True, slots=True)

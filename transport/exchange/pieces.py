@@ -17,14 +17,7 @@ besides those of the stream.
 
 from __future__ import annotations
 
-from ..words.atomics import (
-    FOLD_BYTES,
-    fetch_add,
-    fold,
-    load_acquire,
-    memcpy,
-    store_release,
-)
+from ..words.atomics import FOLD_BYTES, fetch_add, fold, load_acquire, memcpy, store_release
 from ..words.atomics import call as call_c
 from ..words.compiled import compiled, compiled_callback
 from ..words.kernels import WR_BELLS, WR_RECORD, copy_past_caches, enter, move

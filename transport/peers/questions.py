@@ -28,12 +28,7 @@ class Questions:
         return next(self._numbers)
 
     def ask(
-        self,
-        channel: Any,
-        send: Callable[[int, int], None],
-        kind: int,
-        number: int,
-        known: Callable[[], bool] = lambda: False,
+        self, channel: Any, send: Callable[[int, int], None], kind: int, number: int, known: Callable[[], bool] = lambda: False
     ) -> None:
         """Call ``send(kind, number)`` over our ``Channel``, and wait until the answer has come or ``known()`` is true without
         it. Never call this on the thread that hears the peer. Raises the error that ended the channel, and

@@ -80,13 +80,7 @@ class ShmChannel(Channel):
     can_adopt = True
 
     def __init__(
-        self,
-        device: Any,
-        sock: socket.socket,
-        inboxes: Inboxes,
-        identity: tuple[int, int],
-        attach: Attach,
-        hello: bytes,
+        self, device: Any, sock: socket.socket, inboxes: Inboxes, identity: tuple[int, int], attach: Attach, hello: bytes
     ) -> None:
         """``identity``: the peer's uid and epoch."""
         super().__init__(device)

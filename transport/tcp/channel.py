@@ -62,13 +62,7 @@ class TcpChannel(Channel):
     reads_take_peer = True
 
     def __init__(
-        self,
-        device: Device,
-        io: Service,
-        sock: socket.socket,
-        identity: tuple[int, int],
-        hello: bytes,
-        patience: float,
+        self, device: Device, io: Service, sock: socket.socket, identity: tuple[int, int], hello: bytes, patience: float
     ) -> None:
         super().__init__(device)
         self._io = io

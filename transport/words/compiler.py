@@ -312,14 +312,7 @@ class _Integers(AnalysisPass):
     """Refuses a variable that is no integer."""
 
     _name = "rdmarpc_integers"
-    _others = (
-        types.Function,
-        types.Module,
-        types.NoneType,
-        types.Pair,
-        types.RangeType,
-        types.RangeIteratorType,
-    )
+    _others = (types.Function, types.Module, types.NoneType, types.Pair, types.RangeType, types.RangeIteratorType)
 
     def __init__(self) -> None:
         super().__init__()
