@@ -68,15 +68,6 @@ class RemoteRegion:
     WIRE_SIZE = _WIRE.size
 
 
-class Owner(Protocol):
-    """The object that registered a region: a ``memory.Memory``, or a device that stands on one."""
-
-    uid: int
-    epoch: int
-
-    def deregister(self, region: Region) -> Any: ...
-
-
 class Region:
     """Local bytes that connected peers may read and write for as long as this object is open. ``Device.register`` makes it.
 
@@ -84,11 +75,12 @@ class Region:
     when no copy of theirs is under way. Idempotent, usable as a context manager.
     """
 
-    def __init__(self, memory: Owner, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+    def __init__(self, memory: Any, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+        """``memory``: what registered it, a ``memory.Memory`` or a device that stands on one; it has ``deregister``."""
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self.remote = RemoteRegion(memory.uid, memory.epoch, region, key, offset, self.nbytes)
-        self._memory: Owner | None = memory if foreign else None
+        self._memory = memory if foreign else None
 
     def export(self) -> bytes:
         """The descriptor to hand to a peer, by any way you like."""

@@ -121,10 +121,8 @@ class Engine:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:
             what = f"{self.told(self.signature)}, call {self.sequence} of the group"
-            raise TransferTimeout(
-                f"{what}, was not done within {self.limit:g} s: {self.missing()}",
-                hint="the timeout of init_process_group or new_group sets this limit",
-            )
+            why = f"{what}, was not done within {self.limit:g} s: {self.missing()}"
+            raise TransferTimeout(why, hint="the timeout of init_process_group or new_group sets this limit")
 
     def _gone(self) -> PeerLost | None:
         """What to raise if a member has left that is needed."""

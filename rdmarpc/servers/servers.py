@@ -119,11 +119,9 @@ class Servers:
         while isinstance(found := self._call(server, serving.enter, args), list):
             if time.monotonic() > deadline:
                 names = ", ".join(map(repr, found))
-                raise TransferTimeout(
-                    f"{names} did not close the model that this worker has closed before, within {self.timeout:g} s",
-                    peer=server,
-                    hint="close() it at every worker, also after an error; name= tells models apart",
-                )
+                why = f"{names} did not close the model that this worker has closed before, within {self.timeout:g} s"
+                hint = "close() it at every worker, also after an error; name= tells models apart"
+                raise TransferTimeout(why, peer=server, hint=hint)
             time.sleep(_AGAIN_S)
         return found
 
@@ -147,10 +145,8 @@ class Servers:
     def pull(self) -> None:
         """See ``Trainer.pull``."""
         if self.watch.left_behind:
-            raise RdmaError(
-                "this process was forked while the weights of a served model were on their way to its parent",
-                hint="call model.pull() in the thread that forks",
-            )
+            why = "this process was forked while the weights of a served model were on their way to its parent"
+            raise RdmaError(why, hint="call model.pull() in the thread that forks")
         self.trainer.pull()
         if self.watch.here():
             changed = [half.server for half in self.trainer.halves.values() if half.changed]

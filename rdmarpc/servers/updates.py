@@ -83,10 +83,8 @@ def _kept(value: Any) -> Any:
 def refuse_scaling(optimizer: torch.optim.Optimizer) -> None:
     """``NotSupported`` where a ``GradScaler`` has left it to a fused optimizer to scale gradients back: it sets attributes."""
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
-        raise NotSupported(
-            "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers",
-            hint="make the optimizer with fused=False",
-        )
+        why = "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers"
+        raise NotSupported(why, hint="make the optimizer with fused=False")
 
 
 def counting_dtype(kind: type[torch.optim.Optimizer]) -> torch.dtype:

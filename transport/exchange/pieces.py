@@ -58,15 +58,9 @@ def fold_table(function: int, code: int, table: int, nbytes: int, count: int) ->
 @inline
 def add_up(call: int, result: int, nbytes: int) -> int:
     """Add up the sources in the table of a call."""
-    table = load_acquire(call + 8 * w.CALL_TABLE)
+    table, count = load_acquire(call + 8 * w.CALL_TABLE), load_acquire(call + 8 * w.CALL_LANES) + 1
     store_release(table, result)
-    return call_c(
-        load_acquire(call + 8 * w.CALL_FOLDER),
-        load_acquire(call + 8 * w.CALL_FOLD),
-        table,
-        nbytes,
-        load_acquire(call + 8 * w.CALL_LANES) + 1,
-    )
+    return call_c(load_acquire(call + 8 * w.CALL_FOLDER), load_acquire(call + 8 * w.CALL_FOLD), table, nbytes, count)
 
 
 @inline

@@ -40,10 +40,8 @@ def read_private(path: str | Path) -> bytes:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o077:
-            raise AuthenticationError(
-                f"the secret in {path} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})",
-                hint=f"chmod 600 {path}",
-            )
+            why = f"the secret in {path} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+            raise AuthenticationError(why, hint=f"chmod 600 {path}")
         return os.read(fd, _MOST_BYTES).strip()
     finally:
         os.close(fd)

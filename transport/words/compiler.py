@@ -171,12 +171,7 @@ def _operators() -> dict[Any, _Callee]:
         return _Callee([1], types.boolean, lambda builder, value: builder.icmp_signed(order, value, _I64(0)))
 
     two = {
-        "add": ir.IRBuilder.add,
-        "sub": ir.IRBuilder.sub,
-        "mul": ir.IRBuilder.mul,
-        "and_": ir.IRBuilder.and_,
-        "or_": ir.IRBuilder.or_,
-        "xor": ir.IRBuilder.xor,
+        **{name: getattr(ir.IRBuilder, name) for name in ("add", "sub", "mul", "and_", "or_", "xor")},
         "lshift": partial(_shifted, "shl"),
         "rshift": partial(_shifted, "ashr"),
         "floordiv": partial(_divided, False),
