@@ -116,9 +116,8 @@ def _new_context() -> DistAutogradContext:
 
 def _current_context() -> DistAutogradContext:
     if current.context is None:
-        raise RuntimeError(
-            "Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`"
-        )
+        why = "Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`"
+        raise RuntimeError(why)
     return DistAutogradContext(current.context)
 
 

@@ -240,9 +240,8 @@ class ProcessGroup(_Group):
     def _gathered_into(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor) -> calls.Run:
         check([tensor, output], "all_gather")
         if output.numel() != tensor.numel() * self.members_count:
-            raise ValueError(
-                f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
-            )
+            why = f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
+            raise ValueError(why)
         places = _parts(ends.target(output), self.members_count)
         return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count)
 
@@ -299,9 +298,8 @@ class ProcessGroup(_Group):
     def _scattered_from(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([output, tensor], "reduce_scatter")
         if tensor.numel() != output.numel() * self.members_count:
-            raise ValueError(
-                f"reduce_scatter of {tensor.numel()} elements into {self.members_count} times a tensor of {output.numel()}"
-            )
+            why = f"reduce_scatter of {tensor.numel()} elements into {self.members_count} times a tensor of {output.numel()}"
+            raise ValueError(why)
         parts, how = _parts(ends.source(tensor), self.members_count), sum_of(opts.reduceOp, output.dtype)
         return calls.reduce_scatter(ends.target(output), parts, how)
 

@@ -120,10 +120,9 @@ class Kept:
             if now is not grad or grad._version != version:
                 self.changed[at] = None if now is None else (now is grad, now.detach())
         if numbers_of(optimizer.param_groups) != before:
-            raise NotSupported(
-                f"a step of {type(optimizer).__name__} changes its groups, which its workers would not see",
-                hint="keep such values in its state, or make the optimizer without serve(): over the model's parameters",
-            )
+            why = f"a step of {type(optimizer).__name__} changes its groups, which its workers would not see"
+            hint = "keep such values in its state, or make the optimizer without serve(): over the model's parameters"
+            raise NotSupported(why, hint=hint)
 
     def _take_numbers(self, number: int, optimizer: torch.optim.Optimizer, gradients: Sequence[tuple[Room, int]]) -> None:
         numbers = {bytes(room.note[padded(len(room.bundle)) : note_bytes]) for room, note_bytes in gradients}

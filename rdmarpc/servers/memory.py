@@ -65,9 +65,8 @@ def _within(this: _Span, that: _Span) -> Shown:
     assert isinstance(parameter, nn.Parameter)
     whole = tensor.dtype == parameter.dtype and first <= start and end <= last
     if not whole or dense(parameter.detach()) is None:
-        raise NotSupported(
-            f"{name!r} shares memory with {holder!r}, and would not when a server writes that", hint="clone() it"
-        )
+        why = f"{name!r} shares memory with {holder!r}, and would not when a server writes that"
+        raise NotSupported(why, hint="clone() it")
     return tensor, parameter, (start - first) // parameter.element_size()
 
 

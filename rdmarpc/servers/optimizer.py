@@ -153,9 +153,8 @@ class ServedOptimizer(torch.optim.Optimizer):
     def _numbers(self, share: _Share) -> tuple[list[float], Any]:
         numbers, rest = numbers_of([self.param_groups[group] for group, _ in share.groups])
         if len(numbers) >= NUMBERS:
-            raise NotSupported(
-                f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}", hint="use fewer groups"
-            )
+            why = f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}"
+            raise NotSupported(why, hint="use fewer groups")
         return [*numbers, share.sum], (rest, counting_dtype(self._kind))
 
     def _tell(self, share: _Share, rest: Any) -> None:
@@ -237,9 +236,8 @@ def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor
         if grad is None:
             continue
         if grad.layout is not torch.strided:
-            raise NotSupported(
-                f"a gradient is {grad.layout}", hint="sparse gradients (Embedding(sparse=True)) cannot be served"
-            )
+            text = f"a gradient is {grad.layout}"
+            raise NotSupported(text, hint="sparse gradients (Embedding(sparse=True)) cannot be served")
         if grad.dtype is not dtype:
             raise NotSupported(f"a gradient is {grad.dtype}, and its parameter {dtype}", hint="leave grad_dtype as it is")
     if share.full and len(grads) == len(given):

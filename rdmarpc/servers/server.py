@@ -140,9 +140,8 @@ class Server(threading.Thread):
         (``gradients`` is ``None`` where nothing does). Returns where its gradients land: descriptor and notification number.
         Raises ``ValueError`` for other tensors."""
         if worker in self._clients or worker not in self.workers:
-            raise ValueError(
-                f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
-            )
+            why = f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
+            raise ValueError(why)
         if self._kept.empty:
             self._kept.hold(Room(self.station.device, weights), 0 if gradients is None else len(gradients))
         _same_tensors(self._kept.store.bundle, weights, worker)

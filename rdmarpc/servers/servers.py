@@ -178,10 +178,9 @@ class Servers:
         everything = list(self.position.items())
         if len(self.workers) > 1:
             _, (server, at) = everything[written[0]]
-            raise NotSupported(
-                f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that",
-                hint="call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer",
-            )
+            why = f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that"
+            hint = "call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer"
+            raise NotSupported(why, hint=hint)
         self._load([everything[number] for number in written])
 
     def load(self) -> None:

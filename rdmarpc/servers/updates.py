@@ -40,10 +40,9 @@ class Elsewhere(dict[str, Any]):
     dictionary into its place, the owner's half drops its state, or gets that one. Code that visits all entries finds none."""
 
     def _refuse(self, *args: Any) -> Any:
-        raise NotSupported(
-            "this optimizer's state of a parameter lies at the worker that updates it",
-            hint="optimizer.state_dict() fetches it; load_state_dict(), and optimizer.state[p] = {...}, set it",
-        )
+        why = "this optimizer's state of a parameter lies at the worker that updates it"
+        hint = "optimizer.state_dict() fetches it; load_state_dict(), and optimizer.state[p] = {...}, set it"
+        raise NotSupported(why, hint=hint)
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
     get = pop = setdefault = update = clear = _refuse  # type: ignore[assignment]

@@ -48,9 +48,8 @@ class Questions:
         if channel.error is not None:
             raise fresh(channel.error)
         if not heard:
-            raise TransferTimeout(
-                "the peer did not acknowledge a control message", peer=channel.peer, device=channel.device.name
-            )
+            why = "the peer did not acknowledge a control message"
+            raise TransferTimeout(why, peer=channel.peer, device=channel.device.name)
 
     def answer(self, kind: int, number: int) -> None:
         """Enter an answer that came."""

@@ -93,10 +93,9 @@ def _make(path: Path) -> None:
 
 
 def _nowhere(folder: Path, why: str) -> AuthenticationError:
-    return AuthenticationError(
-        f"no job secret was given, and {folder} is no place for one that this user's processes share: {why}",
-        hint="set XDG_RUNTIME_DIR to a folder of yours with mode 700, or RDMARPC_SECRET for all (`openssl rand -hex 32`)",
-    )
+    text = f"no job secret was given, and {folder} is no place for one that this user's processes share: {why}"
+    hint = "set XDG_RUNTIME_DIR to a folder of yours with mode 700, or RDMARPC_SECRET for all (`openssl rand -hex 32`)"
+    return AuthenticationError(text, hint=hint)
 
 
 def _boot() -> str:

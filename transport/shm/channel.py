@@ -284,10 +284,8 @@ class ShmChannel(Channel):
     def give_up(self, error: RdmaError, why: int) -> None:
         """End a channel, and send a goodbye with the reason ``why``. A peer that is stopped finds it when it runs again."""
         self.lose(error)
-        try:
+        with contextlib.suppress(OSError):  # it finds the end of the stream
             self.sock.send(MESSAGE.pack(BYE, why, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:
-            pass  # it finds the end of the stream
 
     @property
     def peer_copies(self) -> bool:
@@ -317,10 +315,8 @@ class ShmChannel(Channel):
             self.socket_open = False
         # A copy of the peer that is just running may finish: the memory it goes to is ours to reuse after this.
         self.inboxes.quiesce_peer(_LAST_COPY_NS)
-        try:
+        with contextlib.suppress(PeerLost):
             self.send(BYE)
-        except PeerLost:
-            pass
         self.device.forget(self)
 
 

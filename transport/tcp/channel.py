@@ -262,7 +262,5 @@ class TcpChannel(Channel):
         with self.outbox.lock:
             if self._gone.is_set():
                 return
-            try:
+            with contextlib.suppress(OSError):  # it is broken already, which the I/O thread sees too
                 self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass  # it is broken already, which the I/O thread sees too
