@@ -40,9 +40,8 @@ _HOMES = {
 _LATE = ("places.", "servers.")
 """A program that only calls need not wait for what wraps and serves models."""
 
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()} | {
-    home: home for home in _HOMES if "." not in home
-}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_HOME |= {home: home for home in _HOMES if "." not in home}
 __all__ = sorted(_HOME.keys() - {"options"})
 
 if TYPE_CHECKING:

@@ -65,9 +65,7 @@ class Sum:
     def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""
         if self.code >= 0:
-            exchange.fold_local(
-                self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.numel() * result.element_size()
-            )
+            exchange.fold_local(self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.nbytes)
             return
         assert self.function is not None
         total = parts[0]

@@ -109,9 +109,8 @@ def arrived(call: int, lane: int) -> int:
     taken = load_acquire(lane + 8 * w.LANE_TAKEN)
     if load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) <= taken:
         return 0
-    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(lane + 8 * w.LANE_IN_DEPTH)) * (
-        w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
-    )
+    stride = w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
+    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(lane + 8 * w.LANE_IN_DEPTH)) * stride
     if (
         load_acquire(slot + 8 * w.HEAD_SEQUENCE) != load_acquire(call + 8 * w.CALL_SEQUENCE)
         or load_acquire(slot + 8 * w.HEAD_CODE) != load_acquire(call + 8 * w.CALL_CODE)
@@ -176,10 +175,8 @@ def _item(call: int, place: int) -> int:
 @inline
 def _start(call: int, rank: int, chunk: int) -> int:
     """Where a chunk of the part of a rank begins in the tensor."""
-    return min(
-        load_acquire(call + 8 * w.CALL_BYTES),
-        rank * load_acquire(call + 8 * w.CALL_PART) + chunk * load_acquire(call + 8 * w.CALL_CHUNK),
-    )
+    at = rank * load_acquire(call + 8 * w.CALL_PART) + chunk * load_acquire(call + 8 * w.CALL_CHUNK)
+    return min(load_acquire(call + 8 * w.CALL_BYTES), at)
 
 
 @inline
