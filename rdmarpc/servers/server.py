@@ -108,11 +108,6 @@ class Server(threading.Thread):
             text = f"server {self.station.name!r} is still busy with a step after {self.station.timeout:g} s"
             raise TransferTimeout(text, peer=self.station.name) from None
 
-    @property
-    def forsaken(self) -> bool:
-        """Whether all workers that ever came are gone: nobody writes here any more."""
-        return self.gone | self.end.awaited >= set(self.workers)
-
     def meet(self) -> None:
         """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the
         slowest."""

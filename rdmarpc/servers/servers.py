@@ -181,15 +181,12 @@ class Servers:
             why = f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that"
             hint = "call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer"
             raise NotSupported(why, hint=hint)
-        self._load([everything[number] for number in written])
+        self.load([everything[number] for number in written])
 
-    def load(self) -> None:
-        """Give the servers everything that is here."""
-        self._load(self.position.items())
-
-    def _load(self, found: Iterable[tuple[nn.Parameter, tuple[str, int]]]) -> None:
+    def load(self, found: Iterable[tuple[nn.Parameter, tuple[str, int]]] | None = None) -> None:
+        """Give the servers the values of these parameters, which stand there (``position``); ``None``: of all."""
         values: dict[str, dict[int, torch.Tensor]] = {}
-        for parameter, (server, at) in found:
+        for parameter, (server, at) in self.position.items() if found is None else found:
             values.setdefault(server, {})[at] = parameter.detach()
         for server, theirs in values.items():
             self.ask(server, "load", theirs)
