@@ -307,8 +307,6 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Inverse of ``dump_flat``."""
     if payload == _EMPTY:
         return ()
-    if payload == ONE_TENSOR and tensors:
-        return (tensors[0],)
     values = permits.load_plain(payload)
     if not tensors:
         return values
@@ -334,8 +332,6 @@ def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     """Inverse of ``dump_flat_one``."""
     if payload == NONE:
         return None
-    if payload == ONE_TENSOR and tensors:
-        return tensors[0]
     values = load_flat(payload, tensors)
     first = values[0]
     return values[1:] if type(first) is str and first == _TUPLE else first
