@@ -64,7 +64,6 @@ from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..transport import Device, PeerLost, RdmaError, RemoteRegion
 from . import errors, profiled
-from .failures import Failures
 from .handover import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
@@ -122,7 +121,7 @@ class Callee:
         self.dropped = 0
         """Answers that came too late for a peer that was lost."""
         self.handovers = Handovers(device)
-        self.failures = Failures()
+        self.failures = errors.Failures()
         self.refused_grants = 0
         """Landing places given back by a worker that does not hold them."""
         self.forked = False
