@@ -95,6 +95,7 @@ class Operator:
         "named_numbers",
         "numbers",
         "plain",
+        "plain_view",
         "raises_versions",
         "random",
         "read_here",
@@ -155,9 +156,11 @@ class Operator:
         self.identity = bare in _IDENTITY
         self.here = bare in _HERE
         placing = any(argument.name == "device" for argument in arguments)
-        special = placing or self.identity or self.read_here or self.here or self.refused or self.in_python or self.composite
-        special = special or self.view or self.geometry or self.foreach or self.random
-        self.plain = not special
+        otherwise = self.here or self.refused or self.in_python or self.composite
+        self.plain_view = self.view and not otherwise
+        """Whether its results are views of a tensor, which need no post."""
+        special = otherwise or placing or self.identity or self.read_here
+        self.plain = not (special or self.view or self.geometry or self.foreach or self.random)
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)
 
