@@ -377,11 +377,11 @@ def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # The functions that other workers call here. The first argument is the number of the caller.
 
 
-def _load(sender: int, header: bytes, *, own: bool = True) -> tuple[Any, Context, Name]:
-    """``own``: raises ``ForeignGradients`` if the sender has not begun the pass."""
+def _load(sender: int, header: bytes) -> tuple[Any, Context, Name]:
+    """Raises ``ForeignGradients`` if the sender has not begun the pass."""
     name = Name(*_PASS.unpack(header))
     agent = here.current()
-    if own and name.worker != sender:
+    if name.worker != sender:
         raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
     return agent, agent.contexts.find(name.context), name
 
@@ -390,7 +390,8 @@ def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> An
     """Take gradients of messages that this worker sent. Answers when all that they set off is done. A call of it is no request:
     both sides of calling know it as what a ``GRADIENTS`` frame stands for."""
     try:
-        agent, context, name = _load(sender, packed[: _PASS.size], own=False)
+        name, agent = Name(*_PASS.unpack_from(packed)), here.current()
+        context = agent.contexts.find(name.context)
         if sender not in context.workers:
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = context.join_pass(agent.number, *name[1:])
