@@ -193,7 +193,7 @@ class Channel(abc.ABC):
         self.check()
         block, device = (self.own_pool or self.pool).allocate(nbytes), self.device
         segment = block.segment
-        return block, RemoteRegion(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes).dump()
+        return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)
 
     # -- copies
 

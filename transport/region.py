@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +53,11 @@ class RemoteRegion:
     def __hash__(self) -> int:
         return hash(self.dump())
 
+    packed = staticmethod(partial(_WIRE.pack, _MAGIC, _VERSION))
+    """The ``dump`` of a descriptor of these fields, in the order in which ``RemoteRegion`` takes them."""
+
     def dump(self) -> bytes:
-        return _WIRE.pack(_MAGIC, _VERSION, self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes)
+        return self.packed(self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes)
 
     @staticmethod
     def load(blob: bytes | bytearray | memoryview) -> RemoteRegion:
