@@ -33,8 +33,15 @@ class Domain:
         self._numbers: weakref.WeakKeyDictionary[Channel, list[int]] = weakref.WeakKeyDictionary()
         """By channel: first numbers of lanes that nobody writes any more."""
         self._changed = threading.Condition()
-        given = {name: getattr(options, name) for name in ("require", "tls", "arena_limit", "peer_timeout")}
-        self.device: Device = open_device(kind, secret=secret, on_connect=self._arrived, **given)
+        self.device: Device = open_device(
+            kind,
+            require=options.require,
+            tls=options.tls,
+            secret=secret,
+            arena_limit=options.arena_limit,
+            on_connect=self._arrived,
+            peer_timeout=options.peer_timeout,
+        )
         self.device.pin()
         self.bell = self.device.memory.take_bell()
         """Number of the bell that all news of groups ring."""

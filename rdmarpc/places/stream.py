@@ -295,14 +295,14 @@ class Stream:
         names, places = [ring.FREE], []
         with contextlib.suppress(IndexError):
             while len(names) < 4096:
-                name = self.dead.popleft()
-                if type(name) is tuple:
-                    name, place = name
-                    places.append(place)
-                elif name < 0:
-                    words = [2 << 8 | ring.RESET, -name, *words]
-                    continue
-                names.append(name)
+                dead = self.dead.popleft()
+                if isinstance(dead, tuple):
+                    names.append(dead[0])
+                    places.append(dead[1])
+                elif dead < 0:
+                    words = [2 << 8 | ring.RESET, -dead, *words]
+                else:
+                    names.append(dead)
         names[0] |= len(names) << 8
         self._ring.write(words + names if len(names) > 1 else words)
         position = self._ring.written
