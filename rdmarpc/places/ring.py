@@ -7,6 +7,9 @@ The caller composes words in a local mirror and writes each batch through (``tra
     batch   = [number of words, this one included] message...       one put, contiguous; -1: go on at the ring's beginning
     message = [number of words << 8 | kind] word...
 
+A batch that is longer than half of the ring (operators have lists of any length) is written in parts, which are batches whose
+first word says so (``_MORE``, ``_GOES_ON``), and is run when its last part is here.
+
 Two words come back, in memory of the caller that the worker writes: ``DONE``, how many words of the ring have been run and
 given back, ever; the worker puts it before it sleeps, when an eighth of the ring was run, and every ``TOLD_S`` in between.
 Where messages run in another order than that of the posts (``scoreboard.py``), it counts up to the first that has not been run.
@@ -29,10 +32,13 @@ from ..transport import Channel, RemoteRegion, TransferTimeout, Window, kernels
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
-OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_MORE = range(18)
-PROGRAM, REPLAY, RENAME, AHEAD = _MORE
+OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_REST = range(18)
+PROGRAM, REPLAY, RENAME, AHEAD = _REST
 """Kinds of messages; ``worker.py`` says what each is made of."""
 WORD = 8
+_PART = RING_WORDS // 4
+_GOES_ON, _MORE = 1 << 32, 1 << 33
+"""With the number of words of a batch: the batch before goes on here, and it goes on in the next one."""
 _packers = [struct.Struct(f"<{count}q") for count in range(256)]
 
 
@@ -64,13 +70,13 @@ class RingWriter:
         return kernels.load(self._done_at)
 
     def write(self, words: list[int]) -> None:
-        """Write one batch of messages. Waits while the ring is full. ``PeerLost``; ``ValueError`` for what no ring has room
-        for."""
+        """Write one batch of messages. Waits while the ring is full. ``PeerLost``."""
         count = len(words) + 1
         at = self.written % RING_WORDS
         if count > RING_WORDS - at:
             if count > RING_WORDS // 2:
-                raise ValueError(f"a message of {count} words is longer than half a ring")
+                self._write_parts(words)
+                return
             self._put(at, (-1,), RING_WORDS - at)
             at = 0
         if self.written + count > self._free_until or count >= 256:
@@ -80,6 +86,17 @@ class RingWriter:
         if self._window.put_now(at << 3, count << 3):
             self._window.put(at << 3, count << 3)
         self.written += count
+
+    def _write_parts(self, words: list[int]) -> None:
+        """Where a wait for room ends in an error, the reader forgets the parts that it has when others begin."""
+        for start in range(0, len(words), _PART):
+            part = words[start : start + _PART]
+            count, at = len(part) + 1, self.written % RING_WORDS
+            if count > RING_WORDS - at:
+                self._put(at, (-1,), RING_WORDS - at)
+                at = 0
+            mark = (_GOES_ON if start else 0) | (_MORE if start + _PART < len(words) else 0)
+            self._put(at, (count | mark, *part), count)
 
     def _put(self, at: int, words: Sequence[int], taken: int) -> None:
         if self.written + taken > self._free_until:
@@ -118,6 +135,7 @@ class RingReader:
         self._channel, self._record = channel, channel.count(notify).record
         self.words = memoryview(local.numpy()).cast("B").cast("q")
         self._local, self._batches = local, 0
+        self._parts: list[int] = []
         self.read = 0
         """Words that were read, ever."""
 
@@ -140,5 +158,19 @@ class RingReader:
         if count == -1:
             self.read += RING_WORDS - at
             return []
+        if count > RING_WORDS:
+            return self._take_part(at, count)
         self.read += count
         return self.words[at + 1 : at + count].tolist()
+
+    def _take_part(self, at: int, marked: int) -> list[int]:
+        """The whole batch, if this is its last part."""
+        count = marked & (_GOES_ON - 1)
+        self.read += count
+        if not marked & _GOES_ON:
+            self._parts = []
+        self._parts += self.words[at + 1 : at + count]
+        if marked & _MORE:
+            return []
+        whole, self._parts = self._parts, []
+        return whole
