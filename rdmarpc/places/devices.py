@@ -65,7 +65,6 @@ def _enter() -> None:
     if taken != "privateuseone":
         raise NotSupported(f"torch has room for one device of others, and {taken!r} is it", hint="wrap() needs none")
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, _Module())
-    torch.__future__.set_swap_module_params_on_conversion(True)  # a plain tensor's ``data`` cannot become one elsewhere
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("_to_copy", _to_copy, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")

@@ -167,9 +167,8 @@ class RemoteTensor(torch.Tensor):
         """As ``torch.Tensor.to``. "cpu" is what ``device`` says, and changes nothing: ``cpu()`` brings a tensor home."""
         device = next((each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)), None)
         if device is not None and device.type == DEVICE and place_named(device) is self._handle.stream:
-            args = tuple(each for each in args if each is not device)
-            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-            return super().to(*args, **kwargs) if args or kwargs else self
+            args = tuple(_CPU if each is device else each for each in args)
+            kwargs = {name: _CPU if each is device else each for name, each in kwargs.items()}
         return super().to(*args, **kwargs)
 
     @property
@@ -1026,5 +1025,5 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 # ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
-# two go together, and the first use of the tensor would end the process. It is the only thing of torch's that is replaced.
+# two go together, and the first use of the tensor would end the process. Besides, ``nn.Module._apply`` is replaced (``wrap``).
 torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]

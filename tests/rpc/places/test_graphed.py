@@ -425,6 +425,7 @@ def replaced() -> None:
         for net in (pair.alone, pair.placed):
             net[2].weight.mul_(0.5)
             net[0].bias.copy_(torch.arange(8.0))
+            net.load_state_dict(copy.deepcopy(net.state_dict()))
     runs = pair.graph.runs
     calls(3)
     assert pair.graph.runs == runs  # written in place: nothing has changed for the graph

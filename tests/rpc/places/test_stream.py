@@ -83,6 +83,31 @@ def test_lists_of_any_length(group):
     group.run(long_lists)
 
 
+def converted_modules() -> None:
+    """Modules change places with their parameters, gradients and hooks; states of others are loaded as before."""
+    net, seen = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LSTM(3, 3)), []
+    weight = net[0].weight
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.place))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for place in ("worker1", "worker1", "worker2"):
+        net.to(rpc.device(place)).double()
+        assert net[0].weight is weight and weight.place == weight.grad.place == place and weight.grad.dtype is torch.float64
+    net[1](net[0](torch.randn(4, 3).double())).sum().backward()
+    net.load_state_dict(net.state_dict())
+    assert seen == ["worker2"] and weight.grad is not None
+    net.cpu().float()
+    assert type(weight) is nn.Parameter and type(weight.grad) is torch.Tensor and weight.grad.dtype is torch.float32
+    net.load_state_dict(net.state_dict())
+    assert weight.grad is not None
+    net.to("meta").to_empty(device=rpc.device("worker1"))
+    assert {each.place for each in net.parameters()} == {"worker1"}
+
+
+def test_modules_change_places(group):
+    group.run(converted_modules)
+
+
 def much_memory(turns: int = 60) -> None:
     """Far more crosses than the regions hold, in every direction, while earlier tensors live."""
     one, two = rpc.device("worker1"), rpc.device("worker2")
