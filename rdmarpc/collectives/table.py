@@ -60,6 +60,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "allgather_coalesced": _row("all_gather", "allgather_coalesced_", c10d.AllgatherOptions, "output_lists input_list opts"),
     "gather": _row("gather", "gather_", dist.GatherOptions, f"{_LISTS} opts", "output_tensors input_tensor root timeout"),
+    "gather_single": _row("gather", "gather_into_tensor_", dist.GatherOptions, "output input opts"),
     "scatter": _row("scatter", "scatter_", dist.ScatterOptions, f"{_LISTS} opts", "output_tensor input_tensors root timeout"),
     "reduce_scatter": _row(
         "reduce_scatter", "reduce_scatter_", dist.ReduceScatterOptions, f"{_LISTS} opts", "output input op timeout"
