@@ -48,6 +48,7 @@ all_gather_single | all_gather | _allgather_base_ | Allgather | output input opt
 all_gather_single_coalesced | all_gather | allgather_into_tensor_coalesced_ | Allgather | outputs inputs opts
 allgather_coalesced | all_gather | allgather_coalesced_ | Allgather | output_lists input_list opts
 gather | gather | gather_ | Gather | output_tensors input_tensors opts | output_tensors input_tensor root timeout
+gather_single | gather | gather_into_tensor_ | Gather | output input opts
 scatter | scatter | scatter_ | Scatter | output_tensors input_tensors opts | output_tensor input_tensors root timeout
 reduce_scatter | reduce_scatter | reduce_scatter_ | ReduceScatter | output_tensors input_tensors opts | output input op timeout
 reduce_scatter_single | reduce_scatter | _reduce_scatter_base_ | ReduceScatter | outputTensor inputTensor opts

@@ -50,9 +50,11 @@ _NO_DATA = (aten._unsafe_view.default,)
 """Views in all but their schema."""
 _NOT_KEPT = (aten.as_strided.default, aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 """Views whose offset is not that of their operand plus a constant."""
+REPLACED = "what a tensor at a worker lies over cannot be replaced (`.data =` does that)"
 RESIZED = "a tensor that lies at a worker is not resized in place"
 REFUSED = {
-    "aten::set_": "what a tensor at a worker lies over cannot be replaced (`.data =` does that)",
+    "aten::set_": REPLACED,
+    "aten::shallow_copy_data_": REPLACED,
     "aten::resize_": RESIZED,
     "aten::resize_as_": RESIZED,
     "aten::_make_dual": "forward-mode AD is not known to tensors that lie at workers",
