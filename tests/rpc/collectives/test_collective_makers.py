@@ -138,7 +138,7 @@ def _makers(meeting: Meeting) -> list[float]:
         groups.append(_second_interface())
     split = dist.new_group(backend="rdmarpc").split_group([1, 0])
     groups.append(split)
-    assert split.split_group([rank]).size() == 1
+    assert split.split_group([1 - rank]).size() == 1  # ranks are those of the group
     assert (split.split_group([1]) is None) == (rank == 1)
 
     options = c10d._DistributedBackendOptions()
