@@ -6,6 +6,7 @@
     python -m experiments.bench pair=false start=0      # distributed autograd only
     python -m experiments.bench --json                  # JSON on standard output instead of a table
     python -m experiments.bench --compare OLD.json      # and what has changed since that run beyond the spread
+    python -m experiments.bench --against COMMIT rounds=6 start=0   # pairs of runs, of another commit and this one
 
 The run's folder receives bench.json, with the commit and the machine, and, from the two workers, bench.png.
 """
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from .harness import apps, compare
+from .harness import against, apps, compare
 from .harness.findings import machine
 from .harness.processes import Group, run_job
 from .harness.versions import commit, versions
@@ -41,6 +43,10 @@ def app(cfg: DictConfig) -> None:
     from .latency.rows import summary
 
     job = checked(cfg)
+    if job["against"]:
+        pairs = against.by_turns("experiments.bench", given(), job["against"], job["rounds"])
+        apps.write_and_show("against", pairs, job, lambda: against.print_pairs(pairs))
+        return
     earlier = compared(job["compare"])
     display = BenchDisplay()
     with apps.ending(), display, apps.meeting(apps.run_folder()) as place:
@@ -127,11 +133,18 @@ def compared(path: str) -> dict[str, Any] | None:
         raise SystemExit(f"error: compare: {error}") from None
 
 
+def given() -> list[str]:
+    """The overrides that this run was given, but for those of a comparison."""
+    overrides = HydraConfig.get().overrides.task
+    return [each for each in overrides if each.partition("=")[0] not in ("against", "compare", "rounds", "json")]
+
+
 def flags(arguments: list[str]) -> list[str]:
-    """The flag `--compare OLD.json` as hydra's override."""
+    """The flags `--compare OLD.json` and `--against COMMIT` as hydra's overrides."""
     found, left = [], iter(arguments)
     for argument in left:
-        found.append(f"compare='{next(left, '')}'" if argument == "--compare" else argument)
+        name = argument.removeprefix("--")
+        found.append(f"{name}='{next(left, '')}'" if argument in ("--compare", "--against") else argument)
     return found
 
 

@@ -21,9 +21,10 @@ def answer(link: Connection, tls: bool) -> None:
     """The other process."""
     torch.set_num_threads(1)
     with transport.open_device(PLACE, secret=SECRET, tls=tls) as device:
-        landing = device.empty(BYTES, dtype=torch.uint8).zero_()
-        link.send((device.address, device.export(landing)))
+        link.send(device.address)
         channels = [device.accept(timeout=TIMEOUT_S) for _ in range(CONNECTS)]
+        landing = channels[-1].empty(BYTES, dtype=torch.uint8).zero_()
+        link.send(device.export(landing))
         ping = channels[-1].expect(PING)
         for _ in range(PINGS):
             ping.wait(TIMEOUT_S)
@@ -48,7 +49,7 @@ def measure(tls: bool) -> tuple[float, float, float]:
     other = processes.Process(target=answer, args=(theirs, tls), daemon=True)
     other.start()
     with transport.open_device(PLACE, secret=SECRET, tls=tls) as device:
-        address, there = link.recv()
+        address = link.recv()
         channels: list[transport.Channel] = []
         connect = times(lambda: channels.append(device.connect(address)), CONNECTS)
         channel = channels[-1]
@@ -59,7 +60,7 @@ def measure(tls: bool) -> tuple[float, float, float]:
             pong.wait(TIMEOUT_S)
 
         trip = times(bounce, PINGS)
-        remote = transport.RemoteRegion.load(there)
+        remote = transport.RemoteRegion.load(link.recv())
         copy = times(lambda: channel.memcpy(remote, source).wait(TIMEOUT_S), COPIES)
         link.send(None)
     other.join(TIMEOUT_S)

@@ -16,53 +16,32 @@ from typing import TYPE_CHECKING, Any
 from .collectives.register import register as _register_backend
 
 _HOMES = {
-    "api": (
-        "_get_current_rpc_agent",
-        "_get_debug_info",
-        "_is_current_rpc_agent_set",
-        "_rref_context_get_debug_info",
-        "_set_rpc_timeout",
-        "get_rpc_timeout",
-        "get_worker_info",
-        "init_rpc",
-        "is_available",
-        "remote",
-        "rpc_async",
-        "rpc_sync",
-        "shutdown",
-    ),
-    "base.worker_info": ("WorkerInfo",),
-    "message.permits": ("NotAllowed",),
-    "tools.debug": ("counters", "debug_info", "explain"),
-    "options": ("BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions"),
-    "places.balance": ("auto_placement",),
-    "places.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "places.devices": ("device",),
-    "places.graphed": ("graphed",),
-    "places.recording": ("recording",),
-    "places.tensor": ("RemoteTensor",),
-    "places.wrap": ("wrap",),
-    "references.handle": ("RRef",),
-    "servers.model": ("serve",),
-    "tools.hook": ("install",),
-    "transport": (
-        "ArenaFull",
-        "AuthenticationError",
-        "NotSupported",
-        "PeerLost",
-        "RdmaError",
-        "RegistrationError",
-        "RemoteAccessError",
-        "TlsOptions",
-        "TransferTimeout",
-    ),
-    **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ()),
+    "api": "_get_current_rpc_agent _get_debug_info _is_current_rpc_agent_set _rref_context_get_debug_info _set_rpc_timeout"
+    " get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown",
+    "base.worker_info": "WorkerInfo",
+    "message.permits": "NotAllowed",
+    "tools.debug": "counters debug_info explain",
+    "options": "BackendType RpcBackendOptions TensorPipeRpcBackendOptions",
+    "places.balance": "auto_placement",
+    "places.checkpoint": "load_checkpoint save_checkpoint",
+    "places.devices": "device",
+    "places.graphed": "graphed",
+    "places.recording": "recording",
+    "places.tensor": "RemoteTensor",
+    "places.wrap": "wrap",
+    "references.handle": "RRef",
+    "servers.model": "serve",
+    "tools.hook": "install",
+    "transport": "ArenaFull AuthenticationError NotSupported PeerLost RdmaError RegistrationError RemoteAccessError TlsOptions"
+    " TransferTimeout",
+    **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ""),
 }
 """Modules, and the names that are theirs. A module is a name itself."""
 _LATE = ("places.", "servers.")
 """A program that only calls need not wait for what wraps and serves models."""
 
-_HOME = {name: home for home, names in _HOMES.items() for name in names} | {home: home for home in _HOMES if "." not in home}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_HOME |= {home: home for home in _HOMES if "." not in home}
 __all__ = sorted(_HOME.keys() - {"options"})
 
 if TYPE_CHECKING:

@@ -274,18 +274,11 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 
 def _invoke_rpc(
-    to: Any,
-    func: Any,
-    rpc_type: RPCExecMode,
-    args: Any = None,
-    kwargs: Any = None,
-    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+    to: Any, func: Any, rpc_type: RPCExecMode, args: Any = None, kwargs: Any = None, rpc_timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future:
     """As ``rpc_async``. ``rpc_type`` named the call to torch's profiler."""
     agent = _agent.current()
-    if internal.current is not _internal_rpc_pickler:
-        func, args, kwargs = internal.taken_apart(func, args, kwargs)
-    return agent.call_async(agent.resolve(to), func, args, kwargs, rpc_timeout)
+    return agent.call_async(agent.resolve(to), *internal.taken_apart(func, args, kwargs), rpc_timeout)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 0) -> None:

@@ -116,9 +116,8 @@ def _new_context() -> DistAutogradContext:
 
 def _current_context() -> DistAutogradContext:
     if current.context is None:
-        raise RuntimeError(
-            "Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`"
-        )
+        why = "Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`"
+        raise RuntimeError(why)
     return DistAutogradContext(current.context)
 
 
@@ -148,7 +147,4 @@ def _get_debug_info() -> dict[str, int]:
     """``num_autograd_contexts`` here, and ``num_current_backward_passes`` that this worker began or takes part in."""
     agent = _agent.found()
     live = list(agent.contexts.live.values()) if agent is not None else []
-    return {
-        "num_current_backward_passes": sum(len(each.passes) for each in live),
-        "num_autograd_contexts": len(live),
-    }
+    return {"num_current_backward_passes": sum(len(each.passes) for each in live), "num_autograd_contexts": len(live)}

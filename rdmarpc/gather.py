@@ -82,9 +82,8 @@ def _hand_out_all(agent: Any, key: _Key, meeting: Meeting, limit: float) -> None
             errors[name] = error
     if errors:
         first = next(iter(errors.values()))
-        raise RuntimeError(
-            f"Followers {list(errors)} timed out in _all_gather after {limit:.2f} seconds. The first exception is {first}"
-        ) from first
+        why = f"Followers {list(errors)} timed out in _all_gather after {limit:.2f} seconds. The first exception is {first}"
+        raise RuntimeError(why) from first
 
 
 def _barrier(worker_names: Iterable[str]) -> None:

@@ -111,11 +111,7 @@ class _InternalRPCPickler:
     def _script_module_reducer(self, script_module: torch.jit.ScriptModule) -> Any:
         return script.load, (script.save(script_module),)
 
-    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        return serialize(obj)
-
-    def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        return deserialize(binary_data, tensor_table)
+    serialize, deserialize = staticmethod(serialize), staticmethod(deserialize)
 
 
 _internal_rpc_pickler = _InternalRPCPickler()

@@ -102,9 +102,8 @@ class DistributedOptimizer(Optimizer):
         raise NotSupported("there are no gradients to zero", hint="each context (rdmarpc.autograd.context) begins with none")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise NotSupported(
-            "groups cannot be added to a DistributedOptimizer", hint="make another one for them, to step in the same context"
-        )
+        why = "groups cannot be added to a DistributedOptimizer"
+        raise NotSupported(why, hint="make another one for them, to step in the same context")
 
     # -- state
 

@@ -114,18 +114,16 @@ class RpcBackendOptions:
         check_require(self.require)
         check_tls(self.tls)
         if self.tls and self.insecure and not (isinstance(self.tls, TlsOptions) and self.tls.certificate):
-            raise ValueError(
-                "tls without certificates is proven by the secret, and insecure puts that into the store for everybody"
-            )
+            why = "tls without certificates is proven by the secret, and insecure puts that into the store for everybody"
+            raise ValueError(why)
         if self.secret:
             check_secret(self.secret.encode())
         if self.pickler not in ("pickle", "cloudpickle"):
             raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {self.pickler!r}")
         if self.allow is not None:
             if self.pickler == "cloudpickle":
-                raise ValueError(
-                    "allow=[...] names what peers may use, and pickler='cloudpickle' lets them send code: not both"
-                )
+                why = "allow=[...] names what peers may use, and pickler='cloudpickle' lets them send code: not both"
+                raise ValueError(why)
             Permits(self.allow)
         if self.pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
             raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")

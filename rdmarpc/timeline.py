@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ class Timeline(Calls):
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.post.observer = self
-        observing = self._streams()
-        observing.line = self
+        self._streams().line = self
         agent.device.on_staged = self._note_staged
 
     @staticmethod
@@ -96,10 +95,8 @@ class Timeline(Calls):
         if self.rank == 0:
             self._gathered.set_result(self._gather(limit))
             return
-        try:
+        with suppress(RdmaError):
             self._kept = self.agent.call(self.agent.workers[0], _written, (self.rank,), None, limit, control=True)
-        except RdmaError:
-            pass
 
     def _gather(self, timeout: float) -> list[int]:
         """The ranks whose timelines were written."""
@@ -107,11 +104,9 @@ class Timeline(Calls):
         asked = [agent.call_async(info, _hand_over, (), None, timeout, control=True) for info in agent.workers if info.id]
         traces = [self.trace()]
         for future in asked:
-            try:
+            with suppress(RdmaError):
                 if blob := future.wait():
                     traces.append(json.loads(blob))
-            except RdmaError:
-                pass
         path = self.path if self.path.suffix == ".json" else self.path / "timeline.json"
         self._kept = _try_to_save(events.merge(traces), path)
         return [trace["otherData"]["workers"][0]["rank"] for trace in traces] if self._kept else []

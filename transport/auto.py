@@ -133,9 +133,8 @@ class AutoDevice(Device):
     def _gpus(self, place: torch.device | str) -> CudaDevice:
         found: Any = self.devices.get("shm")
         if self.memory.gpu is None or found is None:
-            raise NotSupported(
-                f"there is no memory of {place} here", device="auto", hint="torch has no GPU here, or shm was refused"
-            )
+            why = f"there is no memory of {place} here"
+            raise NotSupported(why, device="auto", hint="torch has no GPU here, or shm was refused")
         return found
 
     def arrived(self) -> None:

@@ -193,7 +193,7 @@ class Channel(abc.ABC):
         self.check()
         block, device = (self.own_pool or self.pool).allocate(nbytes), self.device
         segment = block.segment
-        return block, RemoteRegion(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes).dump()
+        return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)
 
     # -- copies
 
@@ -290,9 +290,8 @@ class Channel(abc.ABC):
         """Send one notification when the work enqueued so far on the caller's current stream of that GPU is done. Returns at
         once. This tells a peer that memory which a kernel reads may be overwritten. Raises ``NotSupported`` where no GPU is
         reached."""
-        raise NotSupported(
-            "this channel has no GPU streams", peer=self.peer, device=self.device.name, hint="open cuda, verbs or auto"
-        )
+        why = "this channel has no GPU streams"
+        raise NotSupported(why, peer=self.peer, device=self.device.name, hint="open cuda, verbs or auto")
 
     def fence(self, timeout: float | None = None) -> None:
         """Return when everything posted on this channel before has arrived, including notifications without data: the peer

@@ -242,11 +242,8 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         ``register`` describes."""
         address, nbytes = local_bytes(tensor)
         if nbytes and self.arena.find(address, nbytes) is None:
-            raise RegistrationError(
-                "this tensor is not in the arena",
-                device=self.name,
-                hint="make it with device.empty(), or keep device.register(tensor)",
-            )
+            why = "this tensor is not in the arena"
+            raise RegistrationError(why, device=self.name, hint="make it with device.empty(), or keep device.register(tensor)")
         return self.register(tensor).export()
 
     def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
@@ -331,9 +328,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         for channel in channels:
             channel.close()
         self._shut()
-        self.memory.detach(self)
-        if self._own_memory:
-            self.memory.close()
+        self._give_back()
         # These are not called any more. Their owners refer to us, so keeping them would be a circle.
         self.on_lost = nobody
         self.door.close()
@@ -359,7 +354,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         Raises ``RegistrationError`` where nothing can be registered."""
 
     def _give_back(self) -> None:
-        """Undo the base class's constructor, in the constructor of a device that cannot be opened."""
+        """Undo the base class's constructor: at the end, and in the constructor of a device that cannot be opened."""
         self.closed = True
         self.memory.detach(self)
         if self._own_memory:

@@ -83,12 +83,9 @@ class Expectation:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     missing = target - kernels.load(self._record)
-                    raise TransferTimeout(
-                        f"{missing} notification(s) {self.imm} did not come within {timeout} s",
-                        peer=self._channel.peer,
-                        device=self._channel.device.name,
-                        hint="the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does",
-                    )
+                    why = f"{missing} notification(s) {self.imm} did not come within {timeout} s"
+                    hint = "the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does"
+                    raise TransferTimeout(why, peer=self._channel.peer, device=self._channel.device.name, hint=hint)
                 limit = min(kernels.SLICE_NS, int(left * 1e9))
             kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port)
 
@@ -103,12 +100,9 @@ def wait_done(
     while kernels.load(word) < target:
         left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
         if left <= 0:
-            raise TransferTimeout(
-                f"the copy was not done within {timeout} s",
-                peer=peer,
-                device=device,
-                hint="a timeout ends the wait, not the copy: channel.abort() does",
-            )
+            why = f"the copy was not done within {timeout} s"
+            hint = "a timeout ends the wait, not the copy: channel.abort() does"
+            raise TransferTimeout(why, peer=peer, device=device, hint=hint)
         kernels.wait_count(word, target, kernels.SPIN, min(left, kernels.SLICE_NS), port)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +53,11 @@ class RemoteRegion:
     def __hash__(self) -> int:
         return hash(self.dump())
 
+    packed = staticmethod(partial(_WIRE.pack, _MAGIC, _VERSION))
+    """The ``dump`` of a descriptor of these fields, in the order in which ``RemoteRegion`` takes them."""
+
     def dump(self) -> bytes:
-        return _WIRE.pack(_MAGIC, _VERSION, self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes)
+        return self.packed(self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes)
 
     @staticmethod
     def load(blob: bytes | bytearray | memoryview) -> RemoteRegion:
@@ -68,15 +72,6 @@ class RemoteRegion:
     WIRE_SIZE = _WIRE.size
 
 
-class Owner(Protocol):
-    """The object that registered a region: a ``memory.Memory``, or a device that stands on one."""
-
-    uid: int
-    epoch: int
-
-    def deregister(self, region: Region) -> Any: ...
-
-
 class Region:
     """Local bytes that connected peers may read and write for as long as this object is open. ``Device.register`` makes it.
 
@@ -84,11 +79,12 @@ class Region:
     when no copy of theirs is under way. Idempotent, usable as a context manager.
     """
 
-    def __init__(self, memory: Owner, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+    def __init__(self, memory: Any, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+        """``memory``: what registered it, a ``memory.Memory`` or a device that stands on one; it has ``deregister``."""
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self.remote = RemoteRegion(memory.uid, memory.epoch, region, key, offset, self.nbytes)
-        self._memory: Owner | None = memory if foreign else None
+        self._memory = memory if foreign else None
 
     def export(self) -> bytes:
         """The descriptor to hand to a peer, by any way you like."""

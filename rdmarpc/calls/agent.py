@@ -59,7 +59,7 @@ from . import environment, profiled
 from .callee import Callee
 from .caller import Caller
 from .patience import Patience
-from .pending import Future, Outstanding, Pending, timed_out
+from .pending import Future, Pending, timed_out
 from .termination import Termination
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -112,7 +112,6 @@ class Agent:
         undo.callback(self.pool.stop)
 
         # What outlives calls: references and contexts; then the links, and what goes over them.
-        self.outstanding = Outstanding()
         self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
         """Draws numbers unique in the group: our own above 40 bits of count."""
         self.rrefs = RRefContext(
@@ -120,7 +119,7 @@ class Agent:
             names=self.group.name_of,
             new_id=self.new_id,
             run=self.pool.owe,
-            under_way=self.outstanding.creates,
+            under_way=lambda rref, worker: self.caller.creates(rref, worker),
             knows=self.workers.ever.__contains__,
         )
         self.garbage = self.rrefs.garbage
@@ -134,7 +133,7 @@ class Agent:
 
         # Both sides of calling; from here on peers are heard.
         distrust = self.losses.distrust
-        self.caller: Caller = Caller(self.device, self.progress, self.pool, self.post, self.rrefs, self.outstanding, distrust)
+        self.caller: Caller = Caller(self.device, self.progress, self.pool, self.post, self.rrefs, distrust)
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
@@ -201,7 +200,7 @@ class Agent:
         first), ``rpc_failures`` (functions that failed here for others), ``rrefs``, ``autograd_contexts``, ``autograd_surveys``
         (backward passes that had to find out which calls take part), and what came and was not its sender's to say, which has
         had no effect: see ``refused``."""
-        sent, requests, _, reads, queued, dropped, held = self.links.counts
+        sent, requests, _, reads, queued, dropped, held, _ = self.links.counts
         return {
             **self.device.counters(),
             "rpc_messages": sent,
@@ -227,7 +226,7 @@ class Agent:
             "refused_references": self.rrefs.refused,
             "refused_ends": self.contexts.refused,
             "refused_gradients": self.contexts.refused_gradients,
-            "refused_grants": self.caller.refused_grants + self.callee.refused_grants,
+            "refused_grants": self.links.counts[-1] + self.callee.refused_grants,
             "refused_names": 0 if permits.current is None else permits.current.refused,
         }
 
@@ -353,7 +352,7 @@ class Agent:
     def idle(self) -> bool:
         """Whether no user's call is outstanding here, and no function runs."""
         held = any(link.held.any for link in list(self.links.rows.values()))
-        return not (held or self.pool.busy) and self.outstanding.idle
+        return not (held or self.pool.busy) and self.caller.idle
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised. ``graceful``: after ``termination.begin``."""

@@ -38,11 +38,10 @@ from ..links.frames import (
     RESPONSE,
     Body,
     Frame,
-    Head,
     NotTheirs,
     created,
     request_body,
-    response_payload,
+    response_head,
 )
 from ..links.polling.pool import Pool
 from ..links.post import Post
@@ -55,8 +54,6 @@ from ..message.tensors import (
     INLINE_BYTES,
     NOTHING,
     Outgoing,
-    describe_all,
-    load_places,
     pack,
     pack_handed,
     string_at,
@@ -65,9 +62,8 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..references.forks import Fork
-from ..transport import Block, Device, PeerLost, RdmaError, RemoteRegion
+from ..transport import Device, PeerLost, RdmaError, RemoteRegion
 from . import errors, profiled
-from .failures import Failures
 from .handover import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
@@ -125,7 +121,7 @@ class Callee:
         self.dropped = 0
         """Answers that came too late for a peer that was lost."""
         self.handovers = Handovers(device)
-        self.failures = Failures()
+        self.failures = errors.Failures()
         self.refused_grants = 0
         """Landing places given back by a worker that does not hold them."""
         self.forked = False
@@ -277,9 +273,13 @@ class Callee:
             args = (link.worker, *args)
         if torch_profiler._is_profiler_enabled and not frame.flags & CONTROL:
             function = profiled.serving(function, args, link.name, self.me.name)
+        if context is not None:
+            current.context = context
         try:
-            answer = [function(*args, **kwargs) if context is None else _within(context, function, args, kwargs)]
+            answer = [function(*args, **kwargs)]
         finally:
+            if context is not None:
+                current.context = None
             del args, kwargs  # an error holds this frame
             answering.args = ()
             if self.forked and self.pool.slot:
@@ -317,7 +317,7 @@ class Callee:
         if head.context != NO_CONTEXT:
             answering.context = self.contexts.join(head.context, link.worker)
         if head.places:
-            answering.places = load_places(head.places, link.places)
+            answering.places = link.places[head.places]
         tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
         parts: list[torch.Tensor] = []
         args: tuple[Any, ...]
@@ -335,7 +335,8 @@ class Callee:
             elif frame.flags & LONE:
                 function, args = self._function(name), tuple(tensors)
             elif frame.flags & FLAT:
-                function, args = self._function(name), serialize.load_flat(payload, tensors)
+                one = payload == serialize.ONE_TENSOR and bool(tensors)
+                function, args = self._function(name), (tensors[0],) if one else serialize.load_flat(payload, tensors)
             elif frame.flags & REFERENCE:
                 args, kwargs = serialize.loads(payload, tensors, references, parts)
                 function = self._function(name)
@@ -413,7 +414,7 @@ class Callee:
                 name, result = result
                 result = (result[0] if len(result) == 1 else tuple(result)) if result else None
             whole = type(result) is torch.Tensor and travels(result)
-            known = as_it_lies(result) if whole else None
+            known = as_it_lies(result) if whole and result.nbytes <= INLINE_BYTES else None
             if known is not None and known.nbytes <= INLINE_BYTES:
                 flags |= LONE | FLAT
                 data = string_at(result.data_ptr(), known.nbytes)
@@ -436,7 +437,7 @@ class Callee:
             grant, places = self.promises.give(link, sizes) if sizes else (0, b"")
             if grant or message:
                 flags |= HEAD
-                payload = response_payload(Head(grant, places, message), payload)
+                payload = response_head(grant, len(places), message) + places + payload
             kept = None
             if out.lent or len(name) + len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 kept = self._lend(link, call, out.lent)
@@ -466,7 +467,8 @@ class Callee:
         if whole:
             flags, payload = FLAT, serialize.ONE_TENSOR
             if link.channel.can_adopt and (block := sole_block(result, self.device.arena)):
-                out = self._hand_over(link, result, block)
+                place = self.handovers.give(link.channel, link.pool, result, block)
+                out = NOTHING if place is None else pack_handed(result, place)
             tensors = [] if out.tensors else [result]
         elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
             flags = FLAT
@@ -474,17 +476,9 @@ class Callee:
         else:
             payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
         if tensors:
-            out = pack(describe_all(tensors, self.device), self.device, link.channel, answering.places, self.memory)
+            places = answering.places or []
+            out = pack(tensors, self.device, link.channel, lambda classes: (0, places), self.memory)
         return payload, out, (tensors or [], parts), flags
-
-    def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
-        """Hand over a result that nobody here needs, where it lies. Returns ``NOTHING`` if it has to be copied after all."""
-        if result.is_conj() or result.is_neg() or not result.is_contiguous():
-            return NOTHING
-        if block.segment.pool is not link.pool:  # the receiver may write what it owns, and this peer may not write there
-            return NOTHING
-        place = self.handovers.give(link.channel, result.detach(), block)
-        return NOTHING if place is None else pack_handed(result, place)
 
     def _fail(self, answering: Answering, error: BaseException) -> None:
         observer = self.post.observer
@@ -518,15 +512,6 @@ class Callee:
         except PeerLost:
             self.dropped += 1
             self.release(link, call)
-
-
-def _within(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``function`` in the caller's autograd context."""
-    current.context = context
-    try:
-        return function(*args, **kwargs)
-    finally:
-        current.context = None
 
 
 SERVE = Callee._serve.__code__

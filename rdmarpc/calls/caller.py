@@ -43,9 +43,8 @@ from ..links.frames import (
     REMOTE,
     REQUEST,
     Frame,
-    Head,
     NotTheirs,
-    request_payload,
+    request_head,
     response_body,
 )
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
@@ -65,11 +64,8 @@ from ..message.tensors import (
     Landing,
     Memory,
     Outgoing,
-    describe_all,
-    load_places,
     pack,
     recallable,
-    size_classes,
     string_at,
     unpack,
     unpack_lone,
@@ -77,7 +73,7 @@ from ..message.tensors import (
 from ..references.context import RRefContext
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
 from . import errors
-from .pending import Answer, Future, Outstanding, Pending
+from .pending import Answer, Future, Pending
 from .timeouts import Timeouts
 
 _CALL = ("function", "args", "kwargs")
@@ -120,24 +116,14 @@ def _pickle(to: int, name: bytes, function: Any, args: tuple[Any, ...], kwargs: 
     return label, payload, flags, tensors, parts
 
 
-def _place(
-    device: Device, memory: Memory, pending: Pending, label: bytes | str, tensors: Sequence[torch.Tensor]
-) -> tuple[Outgoing, int]:
-    """The tensors of a request, WRITTEN where places were granted for them, and the number of that grant, or 0."""
-    link = pending.link
-    described = describe_all(tensors, device)
-    sizes = described.sizes
-    granted = link.grants.take(size_classes(sizes)) if sizes else None
-    places = granted[1] if granted else None
-    out = pack(described, device, link.channel, places, memory, pending.deadline)
-    pending.key, pending.keep = (label, sizes), out.lent
-    if out.lent and not {id(run) for run, *_ in described.entries}.isdisjoint(map(id, out.lent)):
-        # The program's own memory, and no copy.
-        word = torch.zeros(WORD_BYTES, dtype=torch.uint8, device="cpu")
-        if not device.can_lend(word, link.channel):
-            word = memory.empty(link.channel, WORD_BYTES, pending.deadline).zero_()
-        pending.word, out = word, recallable(out, word, device, link.channel)
-    return out, granted[0] if granted else 0
+def _recallable(pending: Pending, out: Outgoing, device: Device, memory: Memory) -> Outgoing:
+    """A request that lends the program's own memory: its receiver hears of it if the call is given up."""
+    channel = pending.link.channel
+    word = torch.zeros(WORD_BYTES, dtype=torch.uint8, device="cpu")
+    if not device.can_lend(word, channel):
+        word = memory.empty(channel, WORD_BYTES, pending.deadline).zero_()
+    pending.word = word
+    return recallable(out, word, device, channel)
 
 
 def _expect(pending: Pending) -> bytes:
@@ -163,24 +149,34 @@ class Caller:
         pool: Pool,
         post: Post,
         rrefs: RRefContext,
-        outstanding: Outstanding,
         distrust: Callable[[Link, RdmaError], None],
     ) -> None:
         """``distrust`` ends the link of a peer that sent something that it had no right to (from any thread, without
         waiting)."""
         self.device, self.progress, self.pool, self.post, self.rrefs = device, progress, pool, post, rrefs
-        self.pending, self.expired = outstanding.pending, outstanding.expired
+        self.pending: dict[int, Pending] = {}
+        """The calls under way by number, and (``expired``) those given up, whose answers still have to be taken: each call that
+        is not answered is in one of the two at every moment."""
+        self.expired: dict[int, Pending] = {}
         self.futures: dict[int, object] = progress.outstanding
         """The calls of ``pending`` for which users hold futures."""
         self.refused = 0
         """The number of answers to calls that were made to another worker."""
-        self.refused_grants = 0
-        """The number of grants with landing places that fit no call of ours."""
         self._distrust = distrust
         self._calls = itertools.count(1)
         progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self.give_up)
         self._ticking = self.timeouts.ticking
+
+    def creates(self, rref: int, worker: int) -> bool:
+        """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
+        calls = list(self.pending.values()) + list(self.expired.values())
+        return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is under way."""
+        return all(pending.control for pending in list(self.pending.values()))
 
     # -- out
 
@@ -220,7 +216,7 @@ class Caller:
             name = label = serialize.reference(function) or b""
         only: Any = args[0] if name and len(args) == 1 and not kwargs else None
         if type(only) is torch.Tensor and travels(only):
-            known = as_it_lies(only)
+            known = as_it_lies(only) if only.nbytes <= INLINE_BYTES else None
             if known is not None and known.nbytes <= INLINE_BYTES:
                 # The short way for the commonest message.
                 table, data = known.text, string_at(only.data_ptr(), known.nbytes)
@@ -239,17 +235,23 @@ class Caller:
             pending.since = now
         pending.control, pending.key = bool(flags & CONTROL), (label, ())
         try:
-            out, grant = _place(self.device, self.post.memory, pending, label, tensors) if tensors else (NOTHING, 0)
-            flags |= READS if out.lent else 0
+            out = NOTHING
+            if tensors:
+                memory = self.post.memory
+                out = pack(tensors, self.device, link.channel, link.grants.take, memory, pending.deadline)
+                pending.key = label, out.sizes
+                if out.lent:
+                    flags, pending.keep = flags | READS, out.lent
+                    out = _recallable(pending, out, self.device, memory) if out.own else out
             places = _expect(pending) if pending.key in link.grants.result_sizes else b""
-            if grant or places or flags & REMOTE or context is not None:
+            if out.grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:
                     pending.rref = rref
                 number, message = NO_CONTEXT, 0
                 if context is not None:
                     pending.context, number, pending.recorded = context, context.number, torch.is_grad_enabled()
                     message = context.send(link.worker, tensors if data is None else args, parts)
-                payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
+                payload = request_head(out.grant, rref, fork, len(places), number, message) + places + payload
                 flags |= HEAD
             if future:
                 self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
@@ -309,7 +311,10 @@ class Caller:
         if pending.deadline is not None and not pending.expired and time.monotonic() >= pending.deadline:
             self.give_up(pending)  # nobody has looked at the clock since
         if frame.flags & AWAY and link.channel.reads_take_peer:
-            self._begin_reading(pending, frame)
+            if not pending.arriving:  # a call is answered once
+                pending.arriving = True
+                fetch = Fetch(link, frame)
+                fetch.run(partial(self._arrived, pending, fetch))
         elif self.pending.pop(frame.call, None) is not None:
             if pending.future is not None:
                 self._answer(pending, frame)
@@ -321,12 +326,6 @@ class Caller:
         elif self.expired.pop(frame.call, None) is not None:
             self.pool.jobs.append(partial(self._bury, pending, frame))
 
-    def _begin_reading(self, pending: Pending, frame: Frame) -> None:
-        if not pending.arriving:  # a call is answered once
-            pending.arriving = True
-            fetch = Fetch(pending.link, frame)
-            fetch.run(partial(self._arrived, pending, fetch))
-
     def _arrived(self, pending: Pending, fetch: Fetch) -> None:
         """Take an answer of which all has been READ, or never will be (mostly called by the thread that hears the peers)."""
         lost = pending.link.channel.error is not None  # the handling of the loss answers the call then
@@ -335,12 +334,6 @@ class Caller:
             self.progress.interrupt()
         elif self.expired.pop(pending.call, None) is not None and not lost:
             self.pool.submit(partial(self._bury, pending, fetch))
-
-    def _expect_rest(self, pending: Pending, fetch: Fetch) -> None:
-        """Go on to READ an answer of which a part was missing at its call's deadline. It is taken when it is here."""
-        pending.expired = True
-        self.expired[pending.call] = pending
-        fetch.run_on(partial(self._arrived, pending, fetch))
 
     def _answer(self, pending: Pending, answer: Answer) -> None:
         future = pending.future
@@ -480,22 +473,32 @@ class Caller:
             except NotTheirs as error:
                 self._distrust(pending.link, error)
                 raise
-        if head.grant or pending.key[1]:
-            self._keep_places(pending, head)
+        link, sizes = pending.link, pending.key[1]
+        if head.grant or sizes:  # landing places for later calls
+            fit = head.grant and len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes)
+            forgone = link.grants.put(sizes, head.grant, link.places[head.places] if fit else [])
+            if forgone:
+                tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
+        context = pending.context if head.message and pending.recorded else None
+        if context is not None and context.ended:
+            context = None
         value: Any
         if flags & LONE:
             value = unpack_lone(table, data)
-            if head.message:
-                _attach(pending, head.message, [value])
+            if context is not None:
+                context.attach(pending.link.worker, head.message, [value])
             return (frame.body[: frame.function], value) if frame.function else value
         tensors = self._tensors(pending, frame, table, data, fetch) if frame.tensors or flags & (READS | BULK) else []
         if not frame.tensors:
             pending.link.grants.expect_result(pending.key, ())
-        if head.message:
-            _attach(pending, head.message, tensors)  # before it is unpickled, which may compute with them
+        if context is not None:
+            context.attach(pending.link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         parts: list[torch.Tensor] = []
         if flags & FLAT:
-            value = serialize.load_flat_one(payload, tensors) if payload else tuple(tensors)
+            if payload == serialize.ONE_TENSOR and tensors:
+                value = tensors[0]
+            else:
+                value = serialize.load_flat_one(payload, tensors) if payload else tuple(tensors)
         else:
             try:
                 arrived: list[Arrived] = []
@@ -504,8 +507,8 @@ class Caller:
                     pending.future.arrays = arrived
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
-        if head.message:
-            _attach(pending, head.message + 1, parts)
+        if context is not None and not context.ended:  # unpickling may take long
+            context.attach(pending.link.worker, head.message + 1, parts)
         return (frame.body[: frame.function], value) if frame.function else value
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
@@ -514,7 +517,9 @@ class Caller:
         try:
             fetch.finish(self.post.memory, _deadline(pending), patient=not pending.expired)
         except TransferTimeout:
-            self._expect_rest(pending, fetch)
+            pending.expired = True
+            self.expired[pending.call] = pending
+            fetch.run_on(partial(self._arrived, pending, fetch))
             raise pending.timed_out() from None
 
     def _whole(self, pending: Pending, frame: Frame, fetch: Fetch | None) -> Frame:
@@ -526,20 +531,6 @@ class Caller:
         except BaseException:
             tell(pending.link, RELEASE, pending.call)
             raise
-
-    def _keep_places(self, pending: Pending, head: Head) -> None:
-        """Keep the landing places that an answer grants for later calls."""
-        link, sizes, grant = pending.link, pending.key[1], head.grant
-        if grant and not 0 < len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes):
-            self.refused_grants += 1
-            grant = 0
-        if grant:
-            forgone = link.grants.put(size_classes(sizes), grant, load_places(head.places, link.places))
-        else:
-            # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
-            forgone = link.grants.make_room(size_classes(sizes)) if sizes else []
-        if forgone:
-            tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
 
     def _tensors(
         self, pending: Pending, frame: Frame, table: bytes, data: bytearray, fetch: Fetch | None
@@ -645,10 +636,3 @@ class Caller:
 def _deadline(pending: Pending) -> float | None:
     """The time until which memory for an answer may be waited for. ``None``, without limit, if the call was given up."""
     return None if pending.expired else pending.deadline
-
-
-def _attach(pending: Pending, message: int, tensors: list[torch.Tensor]) -> None:
-    """Connect what an answer brought to the local graph."""
-    context = pending.context
-    if context is not None and pending.recorded and not context.ended:
-        context.attach(pending.link.worker, message, tensors)

@@ -18,7 +18,7 @@ import threading
 
 import torch
 
-from ..transport import Arena, ArenaFull, Block, Channel, Device, RemoteRegion, kernels, sole
+from ..transport import Arena, ArenaFull, Block, Channel, Device, Pool, RemoteRegion, kernels, sole
 
 _WORDS = 256
 _WORD_BYTES = 8
@@ -62,9 +62,13 @@ class Handovers:
         self.nbytes = 0
         """Bytes handed over, ever."""
 
-    def give(self, channel: Channel, run: torch.Tensor, block: Block) -> bytes | None:
+    def give(self, channel: Channel, pool: Pool, run: torch.Tensor, block: Block) -> bytes | None:
         """Hand the memory of ``run``, in ``block``, over to the peer: the descriptors to send, of the memory and of its release
-        word. ``None`` where enough has been handed over, or there is no memory for the words."""
+        word. ``None`` where it has to be copied after all: it does not lie as it travels, or where this peer may write
+        (``pool``), enough has been handed over, or there is no memory for the words."""
+        if run.is_conj() or run.is_neg() or not run.is_contiguous() or block.segment.pool is not pool:
+            return None
+        run = run.detach()
         with self._lock:
             board = self._boards.get(channel)
             if board is None:
@@ -82,8 +86,8 @@ class Handovers:
             kernels.store(board.address + _WORD_BYTES * word, 1)
         device, segment = self._device, block.segment
         offset = run.data_ptr() - segment.address
-        place = RemoteRegion(device.uid, device.epoch, segment.number, segment.key, offset, run.nbytes)
-        return place.dump() + board.places[word]
+        place = RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, offset, run.nbytes)
+        return place + board.places[word]
 
     def sweep(self) -> None:
         """Take back what was released."""

@@ -84,7 +84,7 @@ class Patience:
             or not agent.callee.settled
             or any(link.held.reading for link in list(agent.links.rows.values()))
             or agent.callee.handovers.outstanding
-            or any(not pending.control for pending in list(agent.caller.pending.values()))
+            or not agent.caller.idle
         )
 
     def holders(self) -> dict[str, int]:

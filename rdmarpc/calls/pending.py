@@ -127,25 +127,6 @@ class Pending:
         return False
 
 
-class Outstanding:
-    """The calls of this worker that are not answered. Each is in one of the two tables at every moment."""
-
-    def __init__(self) -> None:
-        self.pending: dict[int, Pending] = {}
-        """The calls under way by number, and (``expired``) those given up, whose answers still have to be taken."""
-        self.expired: dict[int, Pending] = {}
-
-    def creates(self, rref: int, worker: int) -> bool:
-        """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
-        calls = list(self.pending.values()) + list(self.expired.values())
-        return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no user's call is under way."""
-        return all(pending.control for pending in list(self.pending.values()))
-
-
 class Future(Awaitable):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 

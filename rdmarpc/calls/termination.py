@@ -115,7 +115,7 @@ class Termination:
         """Leave a dynamic group: our own calls end first; then no new caller finds us, and earlier callers get their
         answers."""
         agent = self._agent
-        while not agent.outstanding.idle:
+        while not agent.caller.idle:
             if deadline is not None and time.monotonic() > deadline:
                 raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
             time.sleep(_IDLE_POLL_S)

@@ -240,9 +240,8 @@ class ProcessGroup(_Group):
     def _gathered_into(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor) -> calls.Run:
         check([tensor, output], "all_gather")
         if output.numel() != tensor.numel() * self.members_count:
-            raise ValueError(
-                f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
-            )
+            why = f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
+            raise ValueError(why)
         places = _parts(ends.target(output), self.members_count)
         return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count)
 
@@ -274,6 +273,21 @@ class ProcessGroup(_Group):
         places = [ends.target(each) for each in outputs]
         return calls.all_to_all("gather", places, [ends.source(tensor)] * self.members_count, root), outputs, ends, (), True
 
+    @collective
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
+        """From torch 2.14 on. ``output`` is used at the root only."""
+        output, input, root, ends = _one(output), _one(input), opts.rootRank, Ends(self.staging)
+        self._check_rank(root, "gather")
+        outputs = [output] if self.me == root else []
+        check([input, *outputs], "gather")
+        if outputs and output.numel() != input.numel() * self.members_count:
+            raise ValueError(f"gather of {self.members_count} times {input.numel()} elements into a tensor of {output.numel()}")
+        places = _parts(ends.target(output), self.members_count) if outputs else []
+        parts = [ends.source(input)] * self.members_count
+        return calls.all_to_all("gather", places, parts, root), outputs, ends, [input], True
+
+    gather_into_tensor = gather_single
+
     # -- scatter
 
     @collective
@@ -299,9 +313,8 @@ class ProcessGroup(_Group):
     def _scattered_from(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> calls.Run:
         check([output, tensor], "reduce_scatter")
         if tensor.numel() != output.numel() * self.members_count:
-            raise ValueError(
-                f"reduce_scatter of {tensor.numel()} elements into {self.members_count} times a tensor of {output.numel()}"
-            )
+            why = f"reduce_scatter of {tensor.numel()} elements into {self.members_count} times a tensor of {output.numel()}"
+            raise ValueError(why)
         parts, how = _parts(ends.source(tensor), self.members_count), sum_of(opts.reduceOp, output.dtype)
         return calls.reduce_scatter(ends.target(output), parts, how)
 
@@ -475,6 +488,15 @@ class ProcessGroup(_Group):
         return self
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_reconfigure = supports_window = False
+
+    def register_pre_hook(self, hook_id: int, hook: Any) -> None:
+        """Refused: torch (from 2.14 on) would keep the hook, and never call it for a group that is Python."""
+        raise NotSupported(
+            "hooks of a process group run in torch's own groups only", hint="add callbacks to the calls' futures"
+        )
+
+    register_post_hook = register_abort_hook = register_pre_hook
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False

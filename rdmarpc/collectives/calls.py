@@ -13,6 +13,7 @@ sizes) as addresses. Later ones run it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,13 @@ def in_turn(runs: Iterable[Run]) -> Run:
             each(engine, limit)
 
     return run
+
+
+def _call(signature: Signature, body: Callable[[Engine], None], engine: Engine, limit: float) -> None:
+    """Make one call of a group."""
+    engine.begin(signature, limit)
+    body(engine)
+    engine.since = 0.0
 
 
 def span(tensor: Flat) -> exchange.Span:
@@ -88,13 +96,10 @@ def barrier(name: str = "barrier") -> Run:
         empty = dict.fromkeys(streams.order, (0, 0))
         return streams.plan(code_of(signature), 0, empty, empty)
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
-        if engine.size > 1:
-            engine.run(engine.plan(signature, make))
-        engine.end()
+    def run(engine: Engine) -> None:
+        engine.run(signature, make)
 
-    return run
+    return partial(_call, signature, run)
 
 
 def all_reduce(data: torch.Tensor, how: Sum) -> Run:
@@ -108,20 +113,17 @@ def all_reduce(data: torch.Tensor, how: Sum) -> Run:
         whole = dict.fromkeys(streams.order, (0, nbytes))
         return streams.plan(code_of(signature), signature.elements, whole, whole, exchange.Fold(how.code, 0, 0, nbytes, True))
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
+    def run(engine: Engine) -> None:
         if how.factor is not None:
             data.detach().mul_(how.factor)
-        if engine.size > 1:
-            if how.code >= 0 and engine.folds:
-                engine.run(engine.plan(signature, make), data.data_ptr(), data.data_ptr())
-            else:
-                _by_blocks(engine, data.detach().view(-1), how)
+        if how.code >= 0 and engine.folds:
+            engine.run(signature, make, data.data_ptr(), data.data_ptr())
+        elif engine.size > 1:
+            _by_blocks(engine, data.detach().view(-1), how)
         if how.average:
             how.finish(data.detach(), engine.size)
-        engine.end()
 
-    return run
+    return partial(_call, signature, run)
 
 
 def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
@@ -142,10 +144,9 @@ def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
 def reduce(data: Flat, how: Sum, root: int) -> Run:
     signature = Signature("reduce", data.dtype, data.numel(), how.name, root)
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
+    def run(engine: Engine) -> None:
         if engine.rank != root:
-            part = how.part(data)
+            part = how.part(data)  # alive until it was sent
             engine.move({root: span(part)})
         else:
             if how.factor is not None:
@@ -153,9 +154,8 @@ def reduce(data: Flat, how: Sum, root: int) -> Run:
             if engine.size > 1:
                 _sum(engine, {}, data, data, how)
             how.finish(data, engine.size)
-        engine.end()
 
-    return run
+    return partial(_call, signature, run)
 
 
 def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum) -> Run:
@@ -163,8 +163,7 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum) -> Run:
 
     signature = Signature("reduce_scatter", output.dtype, 0, how.name)
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
+    def run(engine: Engine) -> None:
         parts = inputs if how.factor is None else [how.part(each) for each in inputs]
         me, result = engine.rank, span(output)
         if _overlap([span(part) for rank, part in enumerate(parts) if rank != me or span(part) != result], [result]):
@@ -175,9 +174,8 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum) -> Run:
         else:
             _copy(output, own)
         how.finish(output, engine.size)
-        engine.end()
 
-    return run
+    return partial(_call, signature, run)
 
 
 def broadcast(data: Flat, root: int) -> Run:
@@ -189,13 +187,10 @@ def broadcast(data: Flat, root: int) -> Run:
         outs, ins = dict.fromkeys(streams.order if mine else (), (0, nbytes)), {} if mine else {root: (0, nbytes)}
         return streams.plan(code_of(signature), signature.elements, outs, ins)
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
-        if engine.size > 1:
-            engine.run(engine.plan(signature, make), data.data_ptr(), data.data_ptr())
-        engine.end()
+    def run(engine: Engine) -> None:
+        engine.run(signature, make, data.data_ptr(), data.data_ptr())
 
-    return run
+    return partial(_call, signature, run)
 
 
 def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root: int = -1) -> Run:
@@ -205,8 +200,7 @@ def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root:
 
     signature = Signature(name, (inputs or outputs)[0].dtype, 0, "", root)
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
+    def run(engine: Engine) -> None:
         me, given = engine.rank, inputs
         others = [rank for rank in range(engine.size) if rank != me]
         senders = others if name != "scatter" else [rank for rank in others if rank == root]
@@ -219,17 +213,15 @@ def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root:
             engine.move(outs, ins)
         if given and outputs:
             _copy(outputs[me], given[me])
-        engine.end()
 
-    return run
+    return partial(_call, signature, run)
 
 
 def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
     """``all_to_all`` or ``all_gather`` of two contiguous tensors, whose parts for the ranks have one size."""
     signature, nbytes = Signature(name, input.dtype), span(input)[1]
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
+    def run(engine: Engine) -> None:
         size, rank = engine.size, engine.rank
         part, step = (nbytes // size,) * 2 if name == "all_to_all" else (nbytes, 0)
 
@@ -244,23 +236,19 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor) -> Run:
         if not in_place and _meet(span(input), span(output)):  # what comes would be written over what has still to be sent
             kept = input.clone()
         source = kept.data_ptr()
-        if size > 1:
-            engine.run(engine.plan((signature, nbytes), make), source, target)
+        engine.run((signature, nbytes), make, source, target)
         if source + rank * step != place:
             copy = kernels.copy_past_caches if part >= exchange.COPY_PAST else kernels.copy
             copy(place, source + rank * step, part)
-        engine.end()
 
-    return run
+    return partial(_call, signature, run)
 
 
 def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
     """``reduce_scatter`` of two contiguous tensors, by an operation that kernels have."""
     signature, nbytes = Signature("reduce_scatter", output.dtype, 0, how.name), span(output)[1]
 
-    def run(engine: Engine, limit: float) -> None:
-        engine.begin(signature, limit)
-
+    def run(engine: Engine) -> None:
         def make(streams: exchange.Streams) -> exchange.Plan:
             outs = {other: (other * nbytes, nbytes) for other in streams.order}
             fold = exchange.Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
@@ -270,14 +258,13 @@ def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum) -> Run:
         if target != input.data_ptr() + engine.rank * nbytes and _meet(span(output), span(input)):
             kept = input.clone()  # the sums would be written over what has still to be read
         if engine.size > 1:
-            engine.run(engine.plan((signature, nbytes), make), kept.data_ptr(), target)
+            engine.run((signature, nbytes), make, kept.data_ptr(), target)
         else:
             kernels.copy(target, kept.data_ptr(), nbytes)
         if how.average:
             how.finish(output.detach(), engine.size)
-        engine.end()
 
-    return run
+    return partial(_call, signature, run)
 
 
 def all_reduce_sparse(tensor: torch.Tensor, operation: dist.ReduceOp) -> Callable[[Engine, float], None]:

@@ -66,20 +66,6 @@ class Engine:
         self.signature, self.limit, self.since = signature, timeout or self.timeout, time.monotonic()
         self._code = code_of(signature)
 
-    def end(self) -> None:
-        self.since = 0.0
-
-    def plan(self, key: Hashable, make: Callable[[exchange.Streams], exchange.Plan]) -> exchange.Plan:
-        """The plan of a signature, or of an exchange, made by its first call. ``key``: all that the plan is made from."""
-        found = self._plans.get(key)
-        if found is None:
-            assert self.streams is not None
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            found = self._plans[key] = make(self.streams)
-            self.planned += 1
-        return found
-
     def move(
         self,
         outs: Mapping[int, exchange.Span],
@@ -88,18 +74,27 @@ class Engine:
     ) -> None:
         """Send and receive between these addresses until all is done; a plan is made for the first call that has them. Raises
         what ended it; then the group has failed."""
-        self.check()
         code, elements = self._code, self.signature.elements
         key = code, elements, fold, tuple(outs.items()), tuple(ins.items())
-        self.run(self.plan(key, lambda streams: streams.plan(code, elements, outs, ins, fold)))
+        self.run(key, lambda streams: streams.plan(code, elements, outs, ins, fold))
 
-    def run(self, plan: exchange.Plan, source: int = 0, target: int = 0) -> None:
-        """Exchange by this plan (``Streams.begin``) until all is done. Raises as ``move``."""
+    def run(self, key: Hashable, make: Callable[[exchange.Streams], exchange.Plan], source: int = 0, target: int = 0) -> None:
+        """Exchange by a plan (``Streams.begin``), which the first call of its ``key`` has made, until all is done. ``key``: all
+        that the plan is made from. Raises as ``move``. A rank that is alone has nothing to do."""
+        if self.size == 1:
+            return
         with self._moves:
             streams = self.streams
             if self.error is not None or streams is None:
                 self.check()
             assert streams is not None
+            found = self._plans.get(key)
+            if found is None:
+                if len(self._plans) >= _PLANS:
+                    self._plans.clear()
+                found = self._plans[key] = make(streams)
+                self.planned += 1
+            plan = found
             if plan.changes:
                 self._naming(lambda: streams.offer(plan))
             streams.begin(plan, self.sequence, source, target, patient=aside.on)
@@ -126,10 +121,8 @@ class Engine:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:
             what = f"{self.told(self.signature)}, call {self.sequence} of the group"
-            raise TransferTimeout(
-                f"{what}, was not done within {self.limit:g} s: {self.missing()}",
-                hint="the timeout of init_process_group or new_group sets this limit",
-            )
+            why = f"{what}, was not done within {self.limit:g} s: {self.missing()}"
+            raise TransferTimeout(why, hint="the timeout of init_process_group or new_group sets this limit")
 
     def _gone(self) -> PeerLost | None:
         """What to raise if a member has left that is needed."""

@@ -264,9 +264,8 @@ class Meeting:
             called = f"rank {self._ranks[rank]}"
             channel = self.channels[rank] = domain.channel(token, address.encode(), called, self.timeout, check)
             for kind, lanes in enumerate(made):
-                lanes[rank] = exchange.Lane(
-                    domain.device, channel, *self._sizes(kind), domain.bell, domain.take_numbers(channel)
-                )
+                numbers = domain.take_numbers(channel)
+                lanes[rank] = exchange.Lane(domain.device, channel, *self._sizes(kind), domain.bell, numbers)
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
         told = [json.loads(text) for text in self.all("lanes", json.dumps(offers))]
         for rank in made[0]:

@@ -47,10 +47,12 @@ class Caller(NamedTuple):
 
 class _Here(threading.local):
     caller: Caller | None = None
+    """The callback that this thread runs. One that a callback adds to a future that is over runs at once, as part of it."""
+    work: Work | None = None
+    """The call whose callbacks this thread of a queue runs."""
 
 
 here = _Here()
-"""The callback that this thread runs. One that a callback adds to a future that is over runs at once, as part of it."""
 
 
 @contextmanager
@@ -248,15 +250,6 @@ def failure(work: Work) -> BaseException | None:
     return None
 
 
-class _Calling(threading.local):
-    """The call whose callbacks this thread of a queue runs."""
-
-    work: Work | None = None
-
-
-_calling = _Calling()
-
-
 class Queue:
     """Thread-safe."""
 
@@ -331,11 +324,9 @@ class Queue:
     def _run_within(self, work: Work) -> None:
         """Run what a callback of the call that is held calls."""
         with self._lock:
-            if self._held is None or self._held is not _calling.work:
-                raise NotSupported(
-                    f"{work.describe} by a callback for which later calls have not waited",
-                    hint=f"a callback may compute for {_PATIENCE_S:g} s before it calls",
-                )
+            if self._held is None or self._held is not here.work:
+                why = f"{work.describe} by a callback for which later calls have not waited"
+                raise NotSupported(why, hint=f"a callback may compute for {_PATIENCE_S:g} s before it calls")
             self.running = work
         error = failure(work)
         with self._lock:
@@ -353,11 +344,11 @@ class Queue:
                 self.running, self._held, self._held_since = None, work, time.monotonic()
                 if self._pending and not self._waiting:
                     self._look_after()
-            _calling.work = work
+            here.work = work
             try:
                 work.finish(error, partial(self._release, work))
             finally:
-                _calling.work = None
+                here.work = None
                 self._release(work)
             del work, error
 

@@ -69,9 +69,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
     named = options.global_ranks_in_group  # none of the group of all, and of groups over stores of their own
     job = sys.modules[_GROUPS].GroupMember.WORLD if named else None
     ranks = named or range(options.group_size)
-    return _made(
-        options.store, options.group_rank, ranks, _TIMEOUT if options.timeout is None else options.timeout, backend_options, job
-    )
+    timeout = _TIMEOUT if options.timeout is None else options.timeout
+    return _made(options.store, options.group_rank, ranks, timeout, backend_options, job)
 
 
 def _made(store: Any, rank: int, ranks: Any, timeout: timedelta, options: Any, job: Any) -> Any:

@@ -15,37 +15,15 @@ class Mismatch(RdmaError):
 
 
 OPERATIONS = (
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "monitored_barrier",
-    "send",
+    *("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all"),
+    *("monitored_barrier", "send"),
 )
 SUMS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _USUAL = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
-TYPES = (
-    *_USUAL,
-    *sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - set(_USUAL), key=str),
-)
+TYPES = (*_USUAL, *sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - set(_USUAL), key=str))
 _NUMBERS = {kind: number for number, kind in enumerate(TYPES)}
 _NONE = 255
 

@@ -114,9 +114,8 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> 
     rows = tensor.shape[0] if tensor.dim() else 1
     if sizes:
         if len(sizes) != count or sum(sizes) != rows:
-            raise ValueError(
-                f"{what}: the split sizes {list(sizes)} do not add up to the {rows} rows, one for each of {count} ranks"
-            )
+            why = f"{what}: the split sizes {list(sizes)} do not add up to the {rows} rows, one for each of {count} ranks"
+            raise ValueError(why)
         each = tensor.numel() // rows if rows else 0
         return list(tensor.detach().view(-1).split([size * each for size in sizes]))
     if tensor.numel() % count or (tensor.dim() and rows % count and tensor.numel()):

@@ -14,25 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ..transport import NotSupported, exchange
+from .signature import SUMS
 
-_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-    dist.ReduceOp.PREMUL_SUM: "premul_sum",
-}
+_NAMES = {getattr(dist.ReduceOp, name.upper()): name for name in SUMS if name}
 _OF_BOOLS = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}
-_BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
+_BY_TORCH: dict[str, Callable[..., torch.Tensor]]
+_BY_TORCH = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 
 
 class Sum:
@@ -54,15 +41,14 @@ class Sum:
         if factor is not None and not dtype.is_floating_point:
             raise ValueError(f"a premultiplied sum is for floating-point numbers, got {dtype}")
         plain = "sum" if self.average or factor is not None else name
-        if dtype is torch.bool:
-            self.code = exchange.fold_code("uint8", _OF_BOOLS.get(plain, plain))
-        elif dtype.is_complex and plain == "sum":
-            self.code = exchange.fold_code(str(dtype.to_real()).removeprefix("torch."), plain)
-        else:
-            self.code = exchange.fold_code(str(dtype).removeprefix("torch."), plain)
         self.function = _BY_TORCH.get(plain)
+        if dtype is torch.bool:
+            dtype, plain = torch.uint8, _OF_BOOLS.get(plain, plain)
+        elif dtype.is_complex and plain == "sum":
+            dtype = dtype.to_real()
+        self.code = exchange.fold_code(str(dtype).removeprefix("torch."), plain)
         if self.code < 0 and not self._has_torch():
-            raise NotSupported(f"{name} of {dtype}")
+            raise NotSupported(f"{name} of {self.dtype}")
 
     def _has_torch(self) -> bool:
         """Whether torch has the operation for this type. Before the call begins: one that fails ends its group."""
@@ -79,9 +65,7 @@ class Sum:
     def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""
         if self.code >= 0:
-            exchange.fold_local(
-                self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.numel() * result.element_size()
-            )
+            exchange.fold_local(self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.nbytes)
             return
         assert self.function is not None
         total = parts[0]

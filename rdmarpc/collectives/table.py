@@ -37,42 +37,34 @@ class Row(NamedTuple):
     """The names of the arguments."""
 
 
-def _row(call: str, operator: str, options: Any, *forms: str) -> Row:
-    return Row(call, operator, options, tuple(tuple(form.split()) for form in forms))
+_TABLE = """
+allreduce | all_reduce | allreduce_ | Allreduce | tensors opts | tensors op timeout | tensor op timeout
+allreduce_coalesced | all_reduce | allreduce_coalesced_ | AllreduceCoalesced | tensors opts
+reduce | reduce | reduce_ | Reduce | tensors opts | tensor root op timeout
+broadcast | broadcast | broadcast_ | Broadcast | tensors opts | tensor root timeout
+barrier | barrier | barrier | Barrier | opts | timeout
+allgather | all_gather | allgather_ | Allgather | output_tensors input_tensors opts | output_tensors input_tensor timeout
+all_gather_single | all_gather | _allgather_base_ | Allgather | output input opts
+all_gather_single_coalesced | all_gather | allgather_into_tensor_coalesced_ | Allgather | outputs inputs opts
+allgather_coalesced | all_gather | allgather_coalesced_ | Allgather | output_lists input_list opts
+gather | gather | gather_ | Gather | output_tensors input_tensors opts | output_tensors input_tensor root timeout
+gather_single | gather | gather_into_tensor_ | Gather | output input opts
+scatter | scatter | scatter_ | Scatter | output_tensors input_tensors opts | output_tensor input_tensors root timeout
+reduce_scatter | reduce_scatter | reduce_scatter_ | ReduceScatter | output_tensors input_tensors opts | output input op timeout
+reduce_scatter_single | reduce_scatter | _reduce_scatter_base_ | ReduceScatter | outputTensor inputTensor opts
+reduce_scatter_single_coalesced | reduce_scatter | reduce_scatter_tensor_coalesced_ | ReduceScatter | outputs inputs opts
+all_to_all_single | all_to_all | alltoall_base_ | AllToAll | SPLIT opts | SPLIT timeout
+alltoall | all_to_all | alltoall_ | AllToAll | output_tensors input_tensors opts
+""".replace("SPLIT", "output input output_split_sizes input_split_sizes")
+"""Method, how it is called, operator, options, forms."""
 
 
-_SPLIT = "output input output_split_sizes input_split_sizes"
-_LISTS = "output_tensors input_tensors"
-ROWS: Mapping[str, Row] = {
-    "allreduce": _row(
-        "all_reduce", "allreduce_", dist.AllreduceOptions, "tensors opts", "tensors op timeout", "tensor op timeout"
-    ),
-    "allreduce_coalesced": _row("all_reduce", "allreduce_coalesced_", dist.AllreduceCoalescedOptions, "tensors opts"),
-    "reduce": _row("reduce", "reduce_", dist.ReduceOptions, "tensors opts", "tensor root op timeout"),
-    "broadcast": _row("broadcast", "broadcast_", dist.BroadcastOptions, "tensors opts", "tensor root timeout"),
-    "barrier": _row("barrier", "barrier", dist.BarrierOptions, "opts", "timeout"),
-    "allgather": _row(
-        "all_gather", "allgather_", c10d.AllgatherOptions, f"{_LISTS} opts", "output_tensors input_tensor timeout"
-    ),
-    "all_gather_single": _row("all_gather", "_allgather_base_", c10d.AllgatherOptions, "output input opts"),
-    "all_gather_single_coalesced": _row(
-        "all_gather", "allgather_into_tensor_coalesced_", c10d.AllgatherOptions, "outputs inputs opts"
-    ),
-    "allgather_coalesced": _row("all_gather", "allgather_coalesced_", c10d.AllgatherOptions, "output_lists input_list opts"),
-    "gather": _row("gather", "gather_", dist.GatherOptions, f"{_LISTS} opts", "output_tensors input_tensor root timeout"),
-    "scatter": _row("scatter", "scatter_", dist.ScatterOptions, f"{_LISTS} opts", "output_tensor input_tensors root timeout"),
-    "reduce_scatter": _row(
-        "reduce_scatter", "reduce_scatter_", dist.ReduceScatterOptions, f"{_LISTS} opts", "output input op timeout"
-    ),
-    "reduce_scatter_single": _row(
-        "reduce_scatter", "_reduce_scatter_base_", dist.ReduceScatterOptions, "outputTensor inputTensor opts"
-    ),
-    "reduce_scatter_single_coalesced": _row(
-        "reduce_scatter", "reduce_scatter_tensor_coalesced_", dist.ReduceScatterOptions, "outputs inputs opts"
-    ),
-    "all_to_all_single": _row("all_to_all", "alltoall_base_", dist.AllToAllOptions, f"{_SPLIT} opts", f"{_SPLIT} timeout"),
-    "alltoall": _row("all_to_all", "alltoall_", dist.AllToAllOptions, f"{_LISTS} opts"),
-}
+def _row(call: str, operator: str, options: str, *forms: str) -> Row:
+    return Row(call, operator, getattr(c10d, f"{options}Options"), tuple(tuple(form.split()) for form in forms))
+
+
+_LINES = (line.split(" | ") for line in _TABLE.strip().splitlines())
+ROWS: Mapping[str, Row] = {method: _row(*cells) for method, *cells in _LINES}
 """By method."""
 _OF_OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 _DEFAULTS: Mapping[str, Any] = {"op": None, "timeout": None, "output_split_sizes": (), "input_split_sizes": ()}

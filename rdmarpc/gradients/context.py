@@ -22,7 +22,8 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,7 +32,7 @@ from ..base.streams import joint, use_here
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..transport import nobody, sole
 from .local import Pass
-from .record import ANCHOR, Sent, Source, flagged, received, sent
+from .record import ANCHOR, Sent, Source, received, sent
 
 WORKER_SHIFT = 48
 _REMEMBERED = 4096
@@ -44,6 +45,17 @@ _serials = itertools.count(1)
 _UNSHARED = 2
 T = TypeVar("T")
 _native: Any = torch._C
+
+
+class Name(NamedTuple):
+    """The name of a backward pass, which is the same on all workers."""
+
+    context: int
+    worker: int
+    serial: int
+    oldest: int
+    """Passes of this context that the same worker began before are over."""
+    retain_graph: bool
 
 
 class Context:
@@ -92,7 +104,7 @@ class Context:
 
     def attach(self, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
         """Connect the tensors of a message that arrived, which are leaves so far, to a node of the local graph."""
-        leaves = flagged(tensors)
+        leaves = list(dict.fromkeys(filter(attrgetter("requires_grad"), tensors)))  # each once
         if not leaves or not torch.is_grad_enabled():
             return
         received(ANCHOR, leaves, Source(self.number, worker, message))
@@ -114,10 +126,9 @@ class Context:
             else:
                 self.gradients[leaf] = before + gradient
 
-    def begin_pass(self, me: int, retain_graph: bool) -> tuple[Pass, int, int]:
-        """Our part of a backward pass that begins here, at worker number ``me``; its count, and that of the oldest of ours that
-        is not over."""
-        run = Pass(self, retain_graph)
+    def begin_pass(self, me: int, roots: Iterable[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
+        """The name of a backward pass that begins here, at worker number ``me``, and our part of it."""
+        run = Pass(self, retain_graph, roots)
         with self.lock:
             if self.ended:
                 self.check()
@@ -128,7 +139,7 @@ class Context:
                 if worker == me:
                     oldest = count
                     break
-        return run, serial, oldest
+        return Name(self.number, me, serial, oldest, retain_graph), run
 
     def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:
         """Our part of a pass that ``worker`` began, made by the first message of it. What that worker began before ``oldest``
@@ -163,9 +174,10 @@ class Context:
         if self.ended:
             raise RuntimeError(f"autograd context {self.number} has ended during a backward pass")
 
-    def close(self) -> None:
-        """End the context: take nothing more in, stop the passes that run here, and let the graph go. The gradients go with the
-        context itself, as another thread may just be adding one."""
+    def close(self, heard_from: int | None = None) -> None:
+        """End the context: take nothing more in, stop the passes that run here, let the graph go, and tell the workers to which
+        we brought it, but for the one that we heard it from. The gradients go with the context itself, as another thread may
+        just be adding one."""
         with self.lock:
             self.ended = True
             passes = list(self.passes.values())
@@ -174,6 +186,9 @@ class Context:
             each.end()
         self.sent.clear()
         self.received.clear()
+        for worker in list(self.workers):
+            if worker != heard_from:
+                self._tell(worker, self.number)
 
     def __repr__(self) -> str:
         return f"Context({self.number})"
@@ -251,11 +266,8 @@ class Contexts:
         """The number of backward passes that had to survey the workers (``gradients/waves``)."""
 
     def new(self) -> Context:
-        return self._enter(next(self._count), self._me)
-
-    def _enter(self, number: int, brought_by: int) -> Context:
-        made = Context(number, brought_by, self._messages, self._tell)
-        self.live[number] = made
+        number = next(self._count)
+        made = self.live[number] = Context(number, self._me, self._messages, self._tell)
         return made
 
     def join(self, number: int, worker: int) -> Context | None:
@@ -271,7 +283,7 @@ class Contexts:
             if found is None:
                 if len(self.live) >= _MAX_BROUGHT and sum(each.by == worker for each in self.live.values()) >= _MAX_BROUGHT:
                     raise RuntimeError(f"worker number {worker} has {_MAX_BROUGHT} autograd contexts here that have not ended")
-                return self._enter(number, worker)
+                found = self.live[number] = Context(number, worker, self._messages, self._tell)
             found.brought_by.add(worker)
             return found
 
@@ -290,7 +302,7 @@ class Contexts:
                 return
             context = self._take_out(number)
         if context is not None:
-            self._finish(context, heard_from)
+            context.close(heard_from)
 
     def _believed(self, number: int, worker: int) -> bool:
         """Whether a worker that says that a context is over ends it for all. If not, only its own calls that come late will not
@@ -316,12 +328,6 @@ class Contexts:
         self._past.add(number)
         return self.live.pop(number, None)
 
-    def _finish(self, context: Context, heard_from: int | None) -> None:
-        context.close()
-        for worker in list(context.workers):
-            if worker != heard_from:
-                self._tell(worker, context.number)
-
     def lost(self, worker: int) -> None:
         """A worker is gone, and with it the contexts that it had entered, and those that only it had brought."""
         ended = []
@@ -336,7 +342,7 @@ class Contexts:
                     self._take_out(context.number)
                     ended.append(context)
         for context in ended:
-            self._finish(context, worker)
+            context.close(worker)
 
     def clear(self) -> None:
         """The end of this worker: nobody is told of anything any more."""
@@ -345,6 +351,7 @@ class Contexts:
             left = list(self.live.values())
             self.live.clear()
         for context in left:
+            context.workers.clear()
             context.close()
 
     @property

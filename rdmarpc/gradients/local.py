@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -69,19 +69,15 @@ class ForeignGradients(RuntimeError):
     """Gradients came from a worker that never had the tensors."""
 
 
-class Emitted(NamedTuple):
-    """Gradients of received tensors, to be sent to the worker that sent the tensors."""
-
-    worker: int
-    message: int
-    gradients: Gradients
+Emitted = tuple[int, int, Gradients]
+"""Gradients of received tensors, to be sent to the worker that sent the tensors, and the number of its message."""
 
 
 class Pass:
     """A backward pass at one worker. Thread-safe."""
 
-    def __init__(self, context: Any, retain_graph: bool) -> None:
-        """``context``: the ``Context`` that it belongs to."""
+    def __init__(self, context: Any, retain_graph: bool, roots: Iterable[torch.Tensor] = ()) -> None:
+        """``context``: the ``Context`` that it belongs to. ``roots``: where it begins, if it does here."""
         self.context, self.retain_graph = context, retain_graph
         self.held: dict[tuple[Node, int], torch.Tensor] = {}
         """Gradients that have arrived on edges into nodes that have not run: (node, number of its output)."""
@@ -107,16 +103,12 @@ class Pass:
         self._lock = threading.Lock()
         self._joint = joint(self._lock)
         """The lock, also for the streams of the threads that bring gradients, run nodes, and take what the nodes emit."""
+        for root in roots:
+            edge = edge_of(root)
+            self._owners.append([edge])
+            self._hold(edge.node, edge.output_nr, torch.ones_like(root))
 
     # -- gradients in
-
-    def begin(self, roots: Iterable[torch.Tensor]) -> None:
-        """Put in the gradients of the roots: 1."""
-        with self._joint:
-            for root in roots:
-                edge = edge_of(root)
-                self._owners.append([edge])
-                self._hold(edge.node, edge.output_nr, torch.ones_like(root))
 
     def arrive(self, worker: int, message: int, gradients: Gradients) -> None:
         """Put in the gradients of the tensors of a message that left here; ``None`` for tensors that the roots do not depend
@@ -218,8 +210,9 @@ class Pass:
         ready = {edge for edge in self.held if not waits(edge[0])} if waits else set(self.held)
         if not ready:
             return None
-        reached = reach(map(itemgetter(0), ready))
-        held_up = [node for node in reached if waits(node)] if waits else []
+        starts = set(map(itemgetter(0), ready))
+        reached = reach(starts)
+        held_up = list(filter(waits, reached - starts)) if waits else []
         behind: list[Node] = []
         for node in reached:
             if type(node) is ACCUMULATE:
@@ -235,7 +228,7 @@ class Pass:
                 )
         if held_up and any(type(node) is not ACCUMULATE or node in behind for node in held_up):
             blocked = set(held_up)
-            part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked)
+            part = reach({node for node in starts if not _ends(node)}, stop=blocked)
             part = {node for node in part if node not in blocked and not _ends(node)}
             if part:
                 taken = [(edge, self.held.pop(edge)) for edge in ready if edge[0] in part]
@@ -395,7 +388,7 @@ class Pass:
                 f"{self.context.number}: call backward in the context of the forward pass, or detach() the tensor"
             )
         with self._joint:
-            self._emitted.append(Emitted(source.worker, source.message, gradients))
+            self._emitted.append((source.worker, source.message, gradients))
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         if id(leaf) in self.collected:

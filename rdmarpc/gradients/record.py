@@ -83,15 +83,6 @@ ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 """A node of a Python function needs some input that requires grad."""
 
 
-def flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that require grad, each once."""
-    found = {}
-    for tensor in tensors:
-        if tensor.requires_grad:
-            found[id(tensor)] = tensor
-    return list(found.values())
-
-
 def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     """The record of a message's tensors that require grad; ``None`` if there are none, or under ``no_grad``."""
     targets: dict[int, torch.Tensor | GradientEdge] = {}

@@ -36,7 +36,7 @@ from ..functions import TOLD_WHO
 from ..links.frames import CONTROL
 from . import error as grad_error
 from .behind import inner_edges
-from .context import Context
+from .context import Context, Name
 from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
 from .record import RECEIVED
@@ -49,17 +49,6 @@ _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
 _MAX_SURVEYS = 1_000  # each makes at least one node run
-
-
-class Name(NamedTuple):
-    """The name of a pass, which is the same on all workers."""
-
-    context: int
-    worker: int
-    serial: int
-    oldest: int
-    """Passes of this context that the same worker began before are over."""
-    retain_graph: bool
 
 
 class Reply(NamedTuple):
@@ -117,8 +106,12 @@ class Wave:
 
     # -- how it goes on
 
-    def go_on(self) -> None:
-        """Run what can run here, and send on what comes out."""
+    def go_on(self, calls: Calls = ()) -> None:
+        """Make these calls, run what can run here, and send on what comes out."""
+        for call in calls:
+            with self._lock:
+                self._open += 1
+            self.call(*call)
         back: list[tuple[int, Gradients]] = []
         self.run_.run(partial(self._leave, back))
         if not back:
@@ -156,21 +149,8 @@ class Wave:
         self.holders |= reply.holders
         for message, gradients in reply.arrivals:
             self.run_.arrive(worker, message, gradients)
-        self.go_on()
-
-    def close_one(self) -> bool:
-        """Count one call less under way. Returns whether it was the last."""
-        with self._lock:
-            self._open -= 1
-            return self._open == 0
-
-    def begin(self, calls: Calls) -> None:
-        """Make these calls, and run what can run here."""
-        for call in calls:
-            with self._lock:
-                self._open += 1
-            self.call(*call)
-        self.go_on()
+        if self.run_.held or self.run_.static:
+            self.go_on()
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
@@ -181,22 +161,20 @@ class Wave:
         return Reply(self._back, self.holders)
 
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
-        """Start a call. The code that gets its answer calls ``heard``, then ``close_one``."""
+        """Start a call. The code that gets its answer calls ``heard``."""
         raise NotImplementedError
 
 
 class Sprung(Wave):
     """A wave that no thread waits for: ``future`` is completed at its end, with a ``Reply`` or by its first error."""
 
-    def __init__(self, agent: Any, name: Name, run: Pass, asker: int | None) -> None:
-        super().__init__(agent, name, run, asker)
-        self.result: Reply | Exception | None = None
-        self.future: torch.futures.Future[Reply | Exception] | None = None
+    result: Reply | Exception | None = None
+    future: torch.futures.Future[Reply | Exception] | None = None
 
     def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
         """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
         try:
-            self.begin(calls)
+            self.go_on(calls)
         except BaseException as error:
             self._fail(error)
         else:
@@ -219,8 +197,11 @@ class Sprung(Wave):
         self._close()
 
     def _close(self) -> None:
-        if not self.close_one():
-            return
+        """One call less is under way, or its beginning is over."""
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
         try:
             self._end(self.reply())
         except BaseException as error:
@@ -245,9 +226,8 @@ class Sprung(Wave):
 class Driven(Wave):
     """The wave of the thread that calls ``backward``, which makes it go on."""
 
-    def __init__(self, agent: Any, name: Name, run: Pass) -> None:
-        super().__init__(agent, name, run, None)
-        self._calls: list[here.Call] = []
+    _calls: list[here.Call]
+    """Those under way."""
 
     @property
     def done(self) -> bool:
@@ -259,8 +239,9 @@ class Driven(Wave):
 
     def drive(self, calls: Calls) -> Reply:
         """Run the wave until all is done, beginning with ``calls``. Raises the first error."""
+        self._calls = []
         try:
-            self.begin(calls)
+            self.go_on(calls)
             while self._calls:
                 call = self._calls[0]
                 if len(self._calls) > 1:
@@ -271,7 +252,6 @@ class Driven(Wave):
                 answer = call.result()
                 assert call.link is not None  # what was never sent has no result
                 self.heard(call.link.worker, answer)
-                self.close_one()
             return self.reply()
         finally:
             for call in self._calls:
@@ -280,13 +260,7 @@ class Driven(Wave):
 
 # -- one pass, as a whole
 
-Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
-
-
-def _begin(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
-    run, serial, oldest = context.begin_pass(agent.number, retain_graph)
-    run.begin(roots)
-    return Name(context.number, agent.number, serial, oldest, retain_graph), run
+Calls = Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 
 def _located(agent: Any, error: BaseException) -> Exception:
@@ -297,11 +271,11 @@ def _located(agent: Any, error: BaseException) -> Exception:
 
 def backward(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
     """Returns when all gradients are in the context, on all workers. Raises ``BackwardError``."""
-    name, run = _begin(agent, context, roots, retain_graph)
+    name, run = context.begin_pass(agent.number, roots, retain_graph)
     try:
         calls: Calls = []
         for _ in range(_MAX_SURVEYS):
-            holders = Driven(agent, name, run).drive(calls).holders
+            holders = Driven(agent, name, run, None).drive(calls).holders
             if not holders:
                 return
             calls = _settlement(agent, name, run, holders)
@@ -320,7 +294,7 @@ class Unattended:
     def __init__(self, agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
         self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
         self._agent, self._context = agent, context
-        self._name, self._run = _begin(agent, context, roots, retain_graph)
+        self._name, self._run = context.begin_pass(agent.number, roots, retain_graph)
         self._surveys = 0
         self._launch([])
 
@@ -380,13 +354,10 @@ def _settlement(agent: Any, name: Name, run: Pass, holders: set[int]) -> Calls:
             if fresh:
                 expected[worker] |= fresh
                 asking.append((worker, _packed(fresh), False))
-    calls: Calls = []
-    for worker in holders:
-        if worker == agent.number:
-            run.expect(expected.get(worker, set()))
-        else:
-            calls.append((worker, _settle, (header, _packed(expected.get(worker, set())))))
-    return calls
+    if agent.number in holders:
+        run.expect(expected.get(agent.number, set()))
+    told = [worker for worker in holders if worker != agent.number]
+    return [(worker, _settle, (header, _packed(expected.get(worker, set())))) for worker in told]
 
 
 def _packed(numbers: Iterable[int]) -> bytes:
@@ -406,11 +377,11 @@ def _ask(agent: Any, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # The functions that other workers call here. The first argument is the number of the caller.
 
 
-def _load(sender: int, header: bytes, *, own: bool = True) -> tuple[Any, Context, Name]:
-    """``own``: raises ``ForeignGradients`` if the sender has not begun the pass."""
+def _load(sender: int, header: bytes) -> tuple[Any, Context, Name]:
+    """Raises ``ForeignGradients`` if the sender has not begun the pass."""
     name = Name(*_PASS.unpack(header))
     agent = here.current()
-    if own and name.worker != sender:
+    if name.worker != sender:
         raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
     return agent, agent.contexts.find(name.context), name
 
@@ -419,7 +390,8 @@ def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> An
     """Take gradients of messages that this worker sent. Answers when all that they set off is done. A call of it is no request:
     both sides of calling know it as what a ``GRADIENTS`` frame stands for."""
     try:
-        agent, context, name = _load(sender, packed[: _PASS.size], own=False)
+        name, agent = Name(*_PASS.unpack_from(packed)), here.current()
+        context = agent.contexts.find(name.context)
         if sender not in context.workers:
             raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = context.join_pass(agent.number, *name[1:])
@@ -427,7 +399,7 @@ def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> An
             run.arrive(sender, message, some)
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(_located(here.current(), error))
+        return _answered(_located(here.current(), error))
 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
@@ -439,7 +411,7 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
         run.expect(_unpacked(messages))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(_located(here.current(), error))
+        return _answered(_located(here.current(), error))
 
 
 def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
@@ -464,12 +436,9 @@ _survey._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
 
 
 def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
+    """The answer as it crosses (bytes and gradients), or a future of it."""
     if isinstance(result, torch.futures.Future):
-        return result.then(lambda future: _dump_reply(future.value()))
-    return _dump_reply(result)
-
-
-def _dump_reply(result: Reply | Exception) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+        return result.then(lambda future: _answered(future.value()))
     if isinstance(result, Exception):
         error = grad_error.dump(result)
         return _ANSWER.pack(len(error), 0) + error, ()

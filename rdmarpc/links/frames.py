@@ -22,6 +22,8 @@ FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 
 _REQUEST_HEAD = struct.Struct("<QQQIQQ")
 # grant given, bytes of places, number of its message
 _RESPONSE_HEAD = struct.Struct("<QIQ")
+# With ``HEAD`` a payload begins with one of these, and the places.
+request_head, response_head = _REQUEST_HEAD.pack, _RESPONSE_HEAD.pack
 NO_CONTEXT = (1 << 64) - 1
 
 
@@ -47,12 +49,12 @@ class Frame(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The facts in a request or an answer besides its payload."""
+    """The facts in a request or an answer that came, besides its payload."""
 
     grant: int = 0
     """The number of the grant that it uses (request), or gives (answer); 0: none."""
     places: bytes = b""
-    """The landing places for the result (request), or for the next call's arguments (answer): see ``tensors.load_places``."""
+    """The landing places for the result (request), or for the next call's arguments (answer): see ``tensors.Places``."""
     message: int = 0
     """The message's number in the autograd context (``gradients/record``); 0: none."""
     context: int = NO_CONTEXT
@@ -67,17 +69,6 @@ _NO_HEAD = Head()
 
 Body = tuple[Head, bytes, bytes, bytearray]
 """The parsed body of a request or an answer: head, payload, table, data."""
-
-
-def request_payload(head: Head, payload: bytes) -> bytes:
-    """The payload of a request with the flag ``HEAD``."""
-    fixed = _REQUEST_HEAD.pack(head.grant, head.rref, head.fork, len(head.places), head.context, head.message)
-    return fixed + head.places + payload
-
-
-def response_payload(head: Head, payload: bytes) -> bytes:
-    """The payload of an answer with the flag ``HEAD``."""
-    return _RESPONSE_HEAD.pack(head.grant, len(head.places), head.message) + head.places + payload
 
 
 def without_head(kind: int, flags: int, payload: bytes) -> bytes:

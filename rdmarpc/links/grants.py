@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 
+from ..message.tensors import size_classes
 from ..transport import RemoteRegion
 
 Classes = tuple[int, ...]
@@ -27,6 +28,8 @@ class Grants:
     def __init__(self) -> None:
         self._places: OrderedDict[Classes, deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
         self.result_sizes: OrderedDict[Signature, tuple[int, ...]] = OrderedDict()
+        self.refused = 0
+        """The number of grants with landing places that fit no call of ours."""
         self._lock = threading.Lock()
 
     def take(self, key: Classes) -> tuple[int, list[RemoteRegion]] | None:
@@ -47,23 +50,20 @@ class Grants:
                 if len(self.result_sizes) > 4 * _SIGNATURES:
                     self.result_sizes.popitem(last=False)
 
-    def put(self, key: Classes, grant: int, places: list[RemoteRegion]) -> list[int]:
-        """Keep a grant; returns the numbers of grants to give back."""
+    def put(self, sizes: tuple[int, ...], grant: int, places: list[RemoteRegion]) -> list[int]:
+        """The answer to a call with arguments of these sizes came. Keep what it grants; where it grants nothing (0) the peer
+        has promised as much as it may. Returns the numbers of grants to give back: all of the classes used least recently."""
+        key, old = size_classes(sizes), None
+        if grant and not 0 < len(places) == len(sizes):
+            self.refused += 1
+            grant = 0
         with self._lock:
-            self._places.setdefault(key, deque()).append((grant, places))
-            self._places.move_to_end(key)
-            if len(self._places) <= _SIGNATURES:
-                return []
-            return self._forgo(next(iter(self._places)))
-
-    def make_room(self, key: Classes) -> list[int]:
-        """The peer grants no more: the numbers of grants to give back, of other classes, those used least recently."""
-        with self._lock:
-            return next((self._forgo(old) for old in self._places if old != key), [])
-
-    def _forgo(self, key: Classes) -> list[int]:
-        """Take out all grants of some classes, and return their numbers. Call it with the lock held."""
-        return [number for number, _ in self._places.pop(key)]
+            if grant:
+                self._places.setdefault(key, deque()).append((grant, places))
+                self._places.move_to_end(key)
+            if (sizes and not grant) or len(self._places) > _SIGNATURES:
+                old = next((each for each in self._places if each != key), None)
+            return [] if old is None else [number for number, _ in self._places.pop(old)]
 
     def __len__(self) -> int:
         return sum(len(places) for places in list(self._places.values()))

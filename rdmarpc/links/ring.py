@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..message.tensors import Places
 from ..transport import RINGS, Channel, Device, PeerLost, Pool, RdmaError, RemoteRegion, Window, broken_by, fresh
 from .frames import CONTROL, CREDIT, ERROR, GRADIENTS, REQUEST, WRAP, Frame
 from .grants import Grants
@@ -189,8 +190,8 @@ class Link:
         self.reads = 0
         """The number of messages with large tensors that had to be READ, as no landing place was granted, or none fitted."""
         self.grants = Grants()
-        self.places: dict[bytes, list[RemoteRegion]] = {}
-        """Landing places at the peer, as parsed by ``tensors.load_places``."""
+        self.places = Places()
+        """Landing places at the peer."""
 
     def count_read(self) -> None:
         with self._lock:

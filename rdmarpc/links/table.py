@@ -30,7 +30,7 @@ class Links:
         self.lost: dict[int, RdmaError] = {}
         self.changed = threading.Condition()
         """Held while this table must not change between two looks at it; notified when a link is entered."""
-        self._past = [0] * 7
+        self._past = [0] * 8
         group.missed, group.lost = self.miss, self.lost
 
     def enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
@@ -91,10 +91,10 @@ class Links:
 
     @property
     def counts(self) -> list[int]:
-        """Frames sent, requests of users sent and answered, messages of which something had to be READ, frames queued, and
-        frames dropped, ever."""
+        """Frames sent, requests of users sent and answered, messages of which something had to be READ, frames queued,
+        frames dropped, requests held, and grants refused, ever."""
         return [sum(each) for each in zip(self._past, *map(_counts, list(self.rows.values())), strict=True)]
 
 
 def _counts(link: Link) -> tuple[int, ...]:
-    return link.sent, link.requests, link.answers, link.reads, link.queued, link.dropped, link.held.ever
+    return link.sent, link.requests, link.answers, link.reads, link.queued, link.dropped, link.held.ever, link.grants.refused

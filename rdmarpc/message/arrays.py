@@ -57,8 +57,8 @@ def landed_array(tensor: torch.Tensor) -> Any:
     with torch.accelerator.device_index(index):  # torch shows others the memory of its current device only
         array = cupy.from_dlpack(tensor)
     _lend(tensor)
-    if beside.arrays is not None:
-        beside.arrays.append((tensor, Event(index, driver.current_stream(index))))
+    if beside.now.arrays is not None:
+        beside.now.arrays.append((tensor, Event(index, driver.current_stream(index))))
     return array
 
 

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
+class Came(NamedTuple):
+    """What came beside one pickle."""
+
+    tensors: list[torch.Tensor]
+    references: list[Any]
+    parts: list[torch.Tensor]
+    """Gets tensors that require grad and came in parts, in the order in which they are made."""
+    on_gpu: list[torch.Tensor]
+    arrays: list[Any] | None
+    """Gets the arrays of cupy (``arrays.Arrived``), if somebody asks."""
+
+
 class _Beside(threading.local):
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.references: list[Any] = []
-        self.parts: list[torch.Tensor] = []
-        """Tensors that require grad and came in parts, in the order in which they are made."""
-        self.on_gpu: list[torch.Tensor] = []
-        self.arrays: list[Any] | None = None
-        """Gets the arrays of cupy (``arrays.Arrived``), if somebody asks."""
+    now = Came([], [], [], [], None)
 
 
 beside = _Beside()
@@ -29,23 +34,23 @@ beside = _Beside()
 
 def landed(index: int) -> torch.Tensor:
     """Number ``index`` of the dense tensors."""
-    return beside.tensors[index]
+    return beside.now.tensors[index]
 
 
 def landed_on_gpu(index: int, requires_grad: bool) -> torch.Tensor:
     """Number ``index`` of the tensors that came from GPU to GPU."""
-    tensor = beside.on_gpu[index]
+    tensor = beside.now.on_gpu[index]
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def landed_reference(index: int) -> Any:
     """Number ``index`` of what ``serialize.loads`` was given as references."""
-    return beside.references[index]
+    return beside.now.references[index]
 
 
 def in_parts(rebuild: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
     """A tensor that travels in parts and requires grad. Where its class made it of others that require grad, gradients go by
     those."""
     made = rebuild(*args)
-    beside.parts.append(made if made.is_leaf and made.requires_grad else torch.empty(0, device="cpu", requires_grad=True))
+    beside.now.parts.append(made if made.is_leaf and made.requires_grad else torch.empty(0, device="cpu", requires_grad=True))
     return made

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from . import arrays, device_maps, gpu, permits, reducers, unpicklable
-from .incoming import beside, in_parts, landed
+from .incoming import Came, beside, in_parts, landed
 from .layout import travels
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
@@ -217,15 +217,13 @@ def loads(
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
     on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
-    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu, beside.arrays
-    beside.tensors, beside.references, beside.parts = tensors, references or [], [] if parts is None else parts
-    beside.on_gpu, beside.arrays = on_gpu, arrived
+    outer, beside.now = beside.now, Came(tensors, references or [], [] if parts is None else parts, on_gpu, arrived)
     try:
         if not count:
             return permits.loads(payload)
         return permits.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        beside.tensors, beside.references, beside.parts, beside.on_gpu, beside.arrays = outer
+        beside.now = outer
 
 
 NO_TAIL = _TAIL.pack(0, 0)
@@ -307,8 +305,6 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Inverse of ``dump_flat``."""
     if payload == _EMPTY:
         return ()
-    if payload == ONE_TENSOR and tensors:
-        return (tensors[0],)
     values = permits.load_plain(payload)
     if not tensors:
         return values
@@ -334,8 +330,6 @@ def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     """Inverse of ``dump_flat_one``."""
     if payload == NONE:
         return None
-    if payload == ONE_TENSOR and tensors:
-        return tensors[0]
     values = load_flat(payload, tensors)
     first = values[0]
     return values[1:] if type(first) is str and first == _TUPLE else first

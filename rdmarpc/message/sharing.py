@@ -42,12 +42,11 @@ class _View(NamedTuple):
 def plan(tensors: Sequence[torch.Tensor]) -> dict[int, Place] | None:
     """The places of the tensors that share memory, by index; ``None`` if none do. ``layout.travels`` is true for all
     tensors."""
-    identities = [tensor.untyped_storage()._cdata for tensor in tensors]
-    if len(set(identities)) == len(tensors):
-        return None
     storages: dict[int, list[int]] = {}
-    for index, identity in enumerate(identities):
-        storages.setdefault(identity, []).append(index)
+    for index, tensor in enumerate(tensors):
+        storages.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    if len(storages) == len(tensors):
+        return None
     places: dict[int, Place] = {}
     for members in storages.values():
         if len(members) > 1:

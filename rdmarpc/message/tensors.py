@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -71,46 +71,24 @@ class Landing:
             self._arena.free(block)
 
 
-def fitting(places: list[RemoteRegion], sizes: tuple[int, ...]) -> list[RemoteRegion] | None:
-    """Landing places for runs of these ``sizes`` (bytes), if each is of the size class that its place was made for."""
-    if len(places) != len(sizes):
-        return None
-    made_for = tuple(map(attrgetter("nbytes"), places))
-    if made_for == sizes:
-        return places
-    if size_classes(made_for) != size_classes(sizes):
-        return None
-    return [place.resized(size) for place, size in zip(places, sizes)]
-
-
 @lru_cache(_MAX_CACHE)
 def size_classes(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The size class of each."""
     return tuple([size_class(size) for size in sizes])
 
 
-def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[RemoteRegion]:
-    """Parse ``Landing.places``. Memory is used again, so the same places come again: ``known`` has those of the same link. A
-    parsed place refers to its channel, and so to all memory of the peer: it must not outlive the link."""
-    found = known.get(blob)
-    if found is None:
+class Places(dict[bytes, list[RemoteRegion]]):
+    """The places at one peer, by ``Landing.places``. Memory is used again, so the same places come again: they are parsed once.
+    A parsed place refers to its channel, and so to all memory of the peer: it must not outlive the link."""
+
+    def __missing__(self, blob: bytes) -> list[RemoteRegion]:
         size = RemoteRegion.WIRE_SIZE
         found = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
         if len(blob) <= _MAX_KNOWN:
-            if len(known) >= _MAX_CACHE:
-                known.clear()
-            known[blob] = found
-    return found
-
-
-class Described(NamedTuple):
-    """The tensors of a message before it is decided how they travel."""
-
-    entries: list[tuple[torch.Tensor | None, int, bytes, bytes]]
-    """Run, way, description, and what follows it: bytes (``INLINE``) or index (``VIEW``, ``SAME``). The way of a run that does
-    not ride in the frame is not known yet."""
-    sizes: tuple[int, ...]
-    """Bytes of each run that does not ride in the frame: with the function this is the signature of a call."""
+            if len(self) >= _MAX_CACHE:
+                self.clear()
+            self[blob] = found
+        return found
 
 
 class Outgoing(NamedTuple):
@@ -121,14 +99,25 @@ class Outgoing(NamedTuple):
     tensors: int
     lent: list[torch.Tensor]
     """Flat runs that the receiver will READ (no landing place was at hand): they stay alive until it is done."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each run that does not ride in the frame: with the function this is the signature of a call."""
+    grant: int = 0
+    """The number of the grant whose landing places were used, or none of them fitted."""
+    own: bool = False
+    """Whether the program's own memory is lent, and no copy."""
 
 
 NOTHING = Outgoing(b"", b"", 0, [])
 
 
-def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> Described:
-    """``layout.travels`` is true for all tensors."""
-    entries: list[tuple[torch.Tensor | None, int, bytes, bytes]] = []
+Entry = tuple[torch.Tensor | None, int, bytes, bytes]
+"""A tensor before it is decided how it travels: run, way, description, and what follows it: bytes (``INLINE``) or index
+(``VIEW``, ``SAME``). The way of a run that does not ride in the frame is not known yet."""
+
+
+def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> tuple[list[Entry], tuple[int, ...]]:
+    """``layout.travels`` is true for all tensors. Also the sizes in bytes of the runs that do not ride in the frame."""
+    entries: list[Entry] = []
     sizes = []
     inline = 0
     places = sharing.plan(tensors) if len(tensors) > 1 else None
@@ -159,7 +148,7 @@ def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> Described:
                 run = run.as_strided((nbytes // tensor.itemsize,), (1,))
         sizes.append(nbytes)
         entries.append((run, READ, text, b""))
-    return Described(entries, tuple(sizes))
+    return entries, tuple(sizes)
 
 
 @lru_cache(_MAX_CACHE)
@@ -199,33 +188,45 @@ Memory = Any
 """The source of memory for messages (``calls/patience``): its ``empty(channel, nbytes, deadline)``."""
 
 
+Take = Callable[[tuple[int, ...]], tuple[int, list[RemoteRegion]] | None]
+"""Gives landing places that are at hand for runs of these size classes, and the number of their grant."""
+
+
 def pack(
-    described: Described,
+    tensors: Sequence[torch.Tensor],
     device: Device,
     channel: Channel,
-    places: list[RemoteRegion] | None,
+    take: Take,
     memory: Memory,
     deadline: float | None = None,
 ) -> Outgoing:
-    """Move the large runs to ``places`` if these fit; otherwise give out descriptors that the receiver may READ.
-    ``deadline``: how long ``memory`` for staging may be waited for."""
+    """Move the large runs to landing places, if each is of the size class that its place was made for; otherwise give out
+    descriptors that the receiver may READ. ``layout.travels`` is true for all tensors. ``deadline``: how long ``memory`` for
+    staging may be waited for."""
+    entries, sizes = describe_all(tensors, device)
+    classes = size_classes(sizes)
+    grant, places = (take(classes) if sizes else None) or (0, [])
+    made_for = tuple(map(attrgetter("nbytes"), places))
+    if made_for != sizes and size_classes(made_for) == classes:
+        places, made_for = [place.resized(size) for place, size in zip(places, sizes)], sizes
+    written, remaining = made_for == sizes, iter(places)
     table: list[bytes] = []
     data: list[bytes] = []
-    lent = []
-    fits = None if places is None else fitting(places, described.sizes)
-    remaining = iter(fits or ())
-    for run, way, text, rest in described.entries:
+    lent: list[torch.Tensor] = []
+    own = False
+    for run, way, text, rest in entries:
         if run is None:
             table.append(_entry(way, text))
             (data if way == INLINE else table).append(rest)
-        elif fits is not None:
+        elif written:
             channel.memcpy(next(remaining), run)
             table.append(_entry(WRITTEN, text))
         else:
             source = _lendable(run, device, channel, memory, deadline)
+            own = own or source is run
             lent.append(source)
             table.append(_entry(READ, text) + device.lend(source, channel).dump())
-    return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
+    return Outgoing(b"".join(table), b"".join(data), len(entries), lent, sizes, grant, own)
 
 
 def recallable(out: Outgoing, word: torch.Tensor, device: Device, channel: Channel) -> Outgoing:
@@ -264,12 +265,12 @@ def unpack(
     memory: Memory,
     channel: Channel,
     landing: Landing | None,
-    known: dict[bytes, list[RemoteRegion]],
+    known: Places,
     deadline: float | None = None,
     ahead: list[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
     """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
-    waits for our release). ``known``: as for ``load_places``. ``deadline``: as for ``pack``. ``ahead``: the runs ``to_read``,
+    waits for our release). ``known``: the places at the sender. ``deadline``: as for ``pack``. ``ahead``: the runs ``to_read``,
     which were READ before; ``None``: they are READ here."""
     tensors: list[torch.Tensor] = []
     runs: list[torch.Tensor] = []
@@ -293,7 +294,7 @@ def unpack(
                 raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(piece)}", peer=channel.peer)
             run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
         elif way == HANDED:
-            run = channel.adopt(*load_places(table[at : at + _HANDED_BYTES], known))
+            run = channel.adopt(*known[table[at : at + _HANDED_BYTES]])
             at += _HANDED_BYTES
         else:
             sizes.append(what.nbytes)

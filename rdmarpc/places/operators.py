@@ -50,9 +50,11 @@ _NO_DATA = (aten._unsafe_view.default,)
 """Views in all but their schema."""
 _NOT_KEPT = (aten.as_strided.default, aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 """Views whose offset is not that of their operand plus a constant."""
+REPLACED = "what a tensor at a worker lies over cannot be replaced (`.data =` does that)"
 RESIZED = "a tensor that lies at a worker is not resized in place"
 REFUSED = {
-    "aten::set_": "what a tensor at a worker lies over cannot be replaced (`.data =` does that)",
+    "aten::set_": REPLACED,
+    "aten::shallow_copy_data_": REPLACED,
     "aten::resize_": RESIZED,
     "aten::resize_as_": RESIZED,
     "aten::_make_dual": "forward-mode AD is not known to tensors that lie at workers",
@@ -95,6 +97,7 @@ class Operator:
         "named_numbers",
         "numbers",
         "plain",
+        "plain_view",
         "raises_versions",
         "random",
         "read_here",
@@ -155,9 +158,11 @@ class Operator:
         self.identity = bare in _IDENTITY
         self.here = bare in _HERE
         placing = any(argument.name == "device" for argument in arguments)
-        special = placing or self.identity or self.read_here or self.here or self.refused or self.in_python or self.composite
-        special = special or self.view or self.geometry or self.foreach or self.random
-        self.plain = not special
+        otherwise = self.here or self.refused or self.in_python or self.composite
+        self.plain_view = self.view and not otherwise
+        """Whether its results are views of a tensor, which need no post."""
+        special = otherwise or placing or self.identity or self.read_here
+        self.plain = not (special or self.view or self.geometry or self.foreach or self.random)
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -387,25 +387,16 @@ def recording() -> Iterator[Recording]:
         recorder.end()
 
 
-def _inputs(net: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a model is given, by the names of its forward's parameters."""
-    try:
-        given: dict[str, Any] = dict(inspect.signature(net.forward).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        given = {"input": (args, kwargs)}
-    found = {}
-    for name, value in given.items():
-        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        found.update({name if len(leaves) == 1 else f"{name}.{at}": leaf for at, leaf in enumerate(leaves)})
-    return found
-
-
 class FirstSteps:
     """The first ``_TIMES`` steps of a wrapped model with each form of inputs, of the first ``_FORMS`` forms, recorded. A step
     goes from one call of the model to the next."""
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(net.forward)
+        except (TypeError, ValueError):
+            self._signature = None
         self._found: dict[Any, list[Recorder]] = {}
         self._current: Recorder | None = None
         self._whole = threading.local()
@@ -419,7 +410,7 @@ class FirstSteps:
                 return
             self.end()
         net = self._net()
-        inputs = {} if net is None else _inputs(net, args, kwargs)
+        inputs = self._inputs(args, kwargs)
         form = torch.is_grad_enabled(), *[(_shape(leaf), leaf.dtype) for leaf in inputs.values()]
         found = self._found.pop(form, None)
         if found is None:
@@ -432,6 +423,18 @@ class FirstSteps:
             recorder.start()
             weakref.finalize(self, recorder.end)
             found.append(recorder)
+
+    def _inputs(self, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+        """The tensors that the model is given, by the names of its forward's parameters."""
+        given: dict[str, Any] = {"input": (args, kwargs)}
+        if self._signature is not None:
+            with suppress(TypeError):
+                given = dict(self._signature.bind(*args, **kwargs).arguments)
+        found = {}
+        for name, value in given.items():
+            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found.update({name if len(leaves) == 1 else f"{name}.{at}": leaf for at, leaf in enumerate(leaves)})
+        return found
 
     @contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[None]:

@@ -38,7 +38,8 @@ _log = logging.getLogger("rdmarpc")
 _LINES = 4096
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
-_torchs: dict[int, bool] = {}
+_torchs: set[int] = set()
+_frame = sys._getframe
 INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
@@ -54,7 +55,9 @@ _numbers = itertools.count(1)
 
 def _is_torchs(code: CodeType) -> bool:
     """Whether code is torch's, or ours: not the program's."""
-    found = _torchs[id(code)] = code.co_filename.startswith((_TORCH, _OURS))
+    found = code.co_filename.startswith((_TORCH, _OURS))
+    if found:
+        _torchs.add(id(code))
     return found
 
 
@@ -123,9 +126,13 @@ class Storage:
 
     def __del__(self) -> None:
         stream = self.stream
-        stream.dead.append((self.name, self.place))
-        if self.nbytes > _SMALL or self.place is not None:
-            stream.urgent = True
+        if self.place is None:
+            stream.dead.append(self.name)
+            if self.nbytes <= _SMALL:
+                return
+        else:
+            stream.dead.append((self.name, self.place))
+        stream.urgent = True
 
 
 class Region:
@@ -196,7 +203,7 @@ class Stream:
         self.timeout = agent.rpc_timeout
         self.key = uuid.uuid4().hex
         self.lock = threading.RLock()
-        self.dead: deque[tuple[int, tuple[Region, int, int] | None]] = deque()
+        self.dead: deque[int | tuple[int, tuple[Region, int, int]]] = deque()
         self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
         """Forms of calls, by the grad mode, which some kernels ask for: those under the autocast of ``state``."""
         self._known: dict[Any, Any] = {None: self.known}
@@ -288,13 +295,14 @@ class Stream:
         names, places = [ring.FREE], []
         with contextlib.suppress(IndexError):
             while len(names) < 4096:
-                name, place = self.dead.popleft()
-                if name < 0:
-                    words = [2 << 8 | ring.RESET, -name, *words]
-                    continue
-                names.append(name)
-                if place is not None:
-                    places.append(place)
+                dead = self.dead.popleft()
+                if isinstance(dead, tuple):
+                    names.append(dead[0])
+                    places.append(dead[1])
+                elif dead < 0:
+                    words = [2 << 8 | ring.RESET, -dead, *words]
+                else:
+                    names.append(dead)
         names[0] |= len(names) << 8
         self._ring.write(words + names if len(names) > 1 else words)
         position = self._ring.written
@@ -303,12 +311,9 @@ class Stream:
 
     def note(self, name: str) -> None:
         """Note the line of the program, some frames up, that is about to post operator ``name``."""
-        frame: FrameType = sys._getframe(3)
+        frame: FrameType = _frame(3)
         code, torchs = frame.f_code, _torchs
-        while (above := frame.f_back) is not None:
-            found = torchs.get(id(code))
-            if not (_is_torchs(code) if found is None else found):
-                break
+        while (id(code) in torchs or _is_torchs(code)) and (above := frame.f_back) is not None:
             frame, code = above, above.f_code
         self._lines.append((self._ring.written, name, code, frame.f_lasti))
 
@@ -429,7 +434,7 @@ class Stream:
 
     def due(self, position: int) -> None:
         """RESET up to that position is to be posted before anything else, by whoever has the lock."""
-        self.dead.append((-position, None))
+        self.dead.append(-position)
         self.urgent = True
 
     def synchronize(self) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from ..transport import NotSupported
 from . import autocast, observing, ring
 from .geometry import Geometry, geometry
 from .names import DEVICE, place_named
-from .operators import RESIZED, Operator, aten, known_operators, operator
+from .operators import RESIZED, Operator, aten, operator
 from .plain import decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
 from .worker import flags, raw
@@ -44,6 +45,7 @@ _CPU, _STRIDED = torch.device("cpu"), torch.strided
 _BELOW = torch._C._ExcludeDispatchKeyGuard
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
@@ -72,8 +74,7 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1 and (rest := _other_class(types)) is not None:
             return rest
-        op = known_operators.get(id(func)) or operator(func)
-        return (post_here if op.plain else run)(op, args, kwargs or _NOTHING)
+        return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property
     def _at(self) -> int:
@@ -474,6 +475,16 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
     return latest._handle.stream
 
 
+_ways: dict[int, Callable[..., Any]] = {}
+"""What runs an operator, given its arguments; by ``id`` of its function, as ``known_operators``."""
+
+
+def _way(func: Any) -> Callable[..., Any]:
+    op = operator(func)
+    found = _ways[id(func)] = functools.partial(post_here if op.plain else view if op.plain_view else run, op)
+    return found
+
+
 def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator some of whose operands are remote."""
     if op.func is aten.set_.source_Tensor and type(args[0]) is RemoteTensor:
@@ -486,8 +497,6 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _composite(op, args, kwargs)
     if op.in_python:
         return op.func.redispatch(_KERNELS, *args, **kwargs)
-    if op.view and args[0]._meta.strided:
-        return view(op, args, kwargs)
     if op.geometry:
         return _in_place_geometry(op, args, kwargs)
     if op.foreach:
@@ -850,30 +859,33 @@ _views: dict[tuple[Any, ...], Any] = {}
 
 
 def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view, or several, of a strided remote tensor."""
+    """A view, or several, of a remote tensor."""
     base = args[0]
-    if not op.kept or kwargs:
+    if not base._meta.strided:
+        return run(op, args, kwargs)
+    if kwargs or not op.kept:
         known = _new_view(op, args, kwargs)
     else:
-        form = (op, base._meta, *[tuple(each) if type(each) is list else each for each in args[1:]])
+        form: tuple[Any, ...] = (op, base._meta)
+        if len(args) > 1:
+            form += tuple([tuple(each) if type(each) is list else each for each in args[1:]])
         known = _views.get(form)
         if known is None:
             if len(_views) >= _FORMS:
                 _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
-    if torch.is_inference_mode_enabled() and not base.is_inference():
+    if _inference() and not base.is_inference():
         with torch.inference_mode(False):  # as what it is a view of
             return _viewed(base, known)
     return _viewed(base, known)
 
 
 def _viewed(base: RemoteTensor, known: Any) -> Any:
-    return [_over(base, *each) for each in known] if type(known) is list else _over(base, *known)
-
-
-def _over(base: RemoteTensor, meta: Meta, ahead: int) -> RemoteTensor:
+    if type(known) is list:
+        return [_viewed(base, each) for each in known]
+    meta, ahead = known
     offset = base._offset + ahead
-    whole = meta is base._meta and ahead == 0 and base._words[1] == -1
+    whole = ahead == 0 and meta is base._meta and base._words[1] == -1
     return wrapper(base._handle, meta, offset, -1 if whole else offset)
 
 

@@ -122,7 +122,7 @@ class RRefContext:
         """Enter a value of ours, and return a fork of it."""
         number = self._new_id()
         self.store.add(number, value)
-        return self.forks.own(number)
+        return Fork(self.garbage, self._me, number, number, self._me, confirmed=True)
 
     # -- messages with forks in them
 

@@ -83,10 +83,6 @@ class Forks:
         """The number of messages about children by workers that do not hold them."""
         self._lock = threading.Lock()
 
-    def own(self, rref: int) -> Fork:
-        """A fork of ours for a value that the store has just been given."""
-        return Fork(self.garbage, self._me, rref, rref, self._me, confirmed=True)
-
     def created(self, owner: int, rref: int, number: int, creation: Call) -> Fork:
         """A fork of ours for a value that a call of ours creates, elsewhere or here."""
         fork = Fork(self.garbage, owner, rref, number, self._me, confirmed=owner == self._me)

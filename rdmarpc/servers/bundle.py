@@ -142,10 +142,8 @@ class BundleInlet:
         header = Header.read(self.room.head)
         bundle = self.room.bundle
         if count != 1 or header.bundle != bundle.number:
-            raise RdmaError(
-                f"a write that nobody allowed into bundle {bundle.number}: {count} at once, header of {header.bundle}",
-                peer=bundle.source,
-            )
+            why = f"a write that nobody allowed into bundle {bundle.number}: {count} at once, header of {header.bundle}"
+            raise RdmaError(why, peer=bundle.source)
         self._arrived(header)
 
 

@@ -11,15 +11,7 @@ from torch import nn
 
 from ..transport import NotSupported, RdmaError
 from .bundle import PRESENT, Room, padded
-from .updates import (
-    build_optimizer,
-    copy_state,
-    counting_dtype,
-    leaves_gradients,
-    load_saved,
-    numbers_of,
-    read_numbers,
-)
+from .updates import build_optimizer, copy_state, counting_dtype, leaves_gradients, load_saved, numbers_of, read_numbers
 
 ASKED = frozenset(("changed_gradients", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
 """The methods of ``Kept`` that workers may call."""
@@ -69,10 +61,8 @@ class Kept:
         """Build (or adjust) an optimizer over these parameters. A group's ``params`` are their positions; ``counting``: see
         ``counting_dtype``. Every worker says the same; the first one builds."""
         if counting is not (mine := counting_dtype(kind)):
-            raise NotSupported(
-                f"{kind.__name__} counts in {counting} where the model is, and in {mine} at its server",
-                hint="call torch.set_default_dtype in every process",
-            )
+            why = f"{kind.__name__} counts in {counting} where the model is, and in {mine} at its server"
+            raise NotSupported(why, hint="call torch.set_default_dtype in every process")
         self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, given, groups, self._parameters)
         self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
         self._numbers.pop(number, None)
@@ -130,18 +120,15 @@ class Kept:
             if now is not grad or grad._version != version:
                 self.changed[at] = None if now is None else (now is grad, now.detach())
         if numbers_of(optimizer.param_groups) != before:
-            raise NotSupported(
-                f"a step of {type(optimizer).__name__} changes its groups, which its workers would not see",
-                hint="keep such values in its state, or make the optimizer without serve(): over the model's parameters",
-            )
+            why = f"a step of {type(optimizer).__name__} changes its groups, which its workers would not see"
+            hint = "keep such values in its state, or make the optimizer without serve(): over the model's parameters"
+            raise NotSupported(why, hint=hint)
 
     def _take_numbers(self, number: int, optimizer: torch.optim.Optimizer, gradients: Sequence[tuple[Room, int]]) -> None:
         numbers = {bytes(room.note[padded(len(room.bundle)) : note_bytes]) for room, note_bytes in gradients}
         if len(numbers) > 1:
-            raise NotSupported(
-                "the workers ask for steps with different hyperparameters, or of different parameters",
-                hint="run the same schedule, and change groups in the same step, everywhere",
-            )
+            why = "the workers ask for steps with different hyperparameters, or of different parameters"
+            raise NotSupported(why, hint="run the same schedule, and change groups in the same step, everywhere")
         (packed,) = numbers
         if self._numbers.get(number) != packed:
             read_numbers(optimizer.param_groups, struct.unpack(f"<{len(packed) // 8}d", packed))

@@ -63,7 +63,5 @@ class Left:
         for parameter in parameters if self._stale else ():
             stale = self._stale.pop(id(parameter), None)
             if stale is not None and parameter.grad is not None and stale() is parameter.grad:
-                raise NotSupported(
-                    f"a step of {kind} has changed gradients, which are sums over all workers, and this step adds to them",
-                    hint="call zero_grad() in every step",
-                )
+                why = f"a step of {kind} has changed gradients, which are sums over all workers, and this step adds to them"
+                raise NotSupported(why, hint="call zero_grad() in every step")

@@ -129,10 +129,8 @@ def _create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -
     optimizer = kind(parameters, *args, **kwargs)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise NotSupported(
-            f"{type(optimizer).__name__}.step needs a closure, and cannot be distributed",
-            hint="an optimizer that works on gradients, such as Adam",
-        )
+        why = f"{type(optimizer).__name__}.step needs a closure, and cannot be distributed"
+        raise NotSupported(why, hint="an optimizer that works on gradients, such as Adam")
     made = LocalOptimizer(optimizer, list(local))
     return RRef(made), (optimizer.defaults, {number: hyperparameters(group) for number, group in made.groups().items()})
 

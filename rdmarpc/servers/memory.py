@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,7 +13,6 @@ from torch import nn
 
 from ..places.tensor import RemoteTensor
 from ..transport import NotSupported, sole
-from .advice import warn
 from .layout import dense
 from .parameter import ServedParameter
 
@@ -30,10 +31,8 @@ def check(net: nn.Module) -> list[Shown]:
     parameters = sorted(_spans(net.named_parameters()))
     for (_, end, first, _), (start, _, second, _) in pairwise(parameters):
         if start < end:
-            raise NotSupported(
-                f"{first!r} and {second!r} lie in the same memory, and servers step each by itself",
-                hint="let the modules have one parameter: a.weight = b.weight",
-            )
+            why = f"{first!r} and {second!r} lie in the same memory, and servers step each by itself"
+            raise NotSupported(why, hint="let the modules have one parameter: a.weight = b.weight")
     others = [*net.named_buffers(), *_attributes(net)]
     shown = [
         _within(this, that) for this in _spans(iter(others)) for that in parameters if this[0] < that[1] and that[0] < this[1]
@@ -66,9 +65,8 @@ def _within(this: _Span, that: _Span) -> Shown:
     assert isinstance(parameter, nn.Parameter)
     whole = tensor.dtype == parameter.dtype and first <= start and end <= last
     if not whole or dense(parameter.detach()) is None:
-        raise NotSupported(
-            f"{name!r} shares memory with {holder!r}, and would not when a server writes that", hint="clone() it"
-        )
+        why = f"{name!r} shares memory with {holder!r}, and would not when a server writes that"
+        raise NotSupported(why, hint="clone() it")
     return tensor, parameter, (start - first) // parameter.element_size()
 
 
@@ -81,8 +79,16 @@ def _look_outside(net: nn.Module, shown: list[Shown]) -> None:
     for name, parameter in net.named_parameters() if sole.STORAGE_USES >= 0 else ():
         storage = parameter.untyped_storage()
         if sole.storage_uses(storage) > sole.STORAGE_USES + here[storage._cdata] - 1:
-            warn(
+            _warn(
                 f"a tensor outside of the model shares the memory of {name!r} (a state_dict(), .data or .detach() of it): it "
                 "keeps the values of now, and others may do so, too"
             )
             return
+
+
+def _warn(text: str) -> None:
+    """A ``UserWarning`` at the line of the user's program, however deep in this package and in torch its reason is found."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("rdmarpc", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -250,10 +250,8 @@ class ServedModel(nn.Module):
             with torch.no_grad():
                 made = fn(tensor.detach())
             if (made.dtype, made.device, made.data_ptr()) != (tensor.dtype, tensor.device, tensor.data_ptr()):
-                raise NotSupported(
-                    f"{name!r} of a served model cannot become {made.dtype} on {made.device}, or lie elsewhere",
-                    hint="convert or move the model before serve()",
-                )
+                why = f"{name!r} of a served model cannot become {made.dtype} on {made.device}, or lie elsewhere"
+                raise NotSupported(why, hint="convert or move the model before serve()")
         return self
 
     def share_memory(self) -> Any:

@@ -101,10 +101,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         for name, value in self._made.items():
             now = vars(self).get(name)
             if now is not value and not (isinstance(now, (int, float, str)) and now == value):
-                raise NotSupported(
-                    f"{name!r} of a served {self._kind.__name__} was set after it was made, which its servers do not see",
-                    hint="keep what changes in param_groups",
-                )
+                why = f"{name!r} of a served {self._kind.__name__} was set after it was made, which its servers do not see"
+                raise NotSupported(why, hint="keep what changes in param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -155,9 +153,8 @@ class ServedOptimizer(torch.optim.Optimizer):
     def _numbers(self, share: _Share) -> tuple[list[float], Any]:
         numbers, rest = numbers_of([self.param_groups[group] for group, _ in share.groups])
         if len(numbers) >= NUMBERS:
-            raise NotSupported(
-                f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}", hint="use fewer groups"
-            )
+            why = f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}"
+            raise NotSupported(why, hint="use fewer groups")
         return [*numbers, share.sum], (rest, counting_dtype(self._kind))
 
     def _tell(self, share: _Share, rest: Any) -> None:
@@ -239,19 +236,16 @@ def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor
         if grad is None:
             continue
         if grad.layout is not torch.strided:
-            raise NotSupported(
-                f"a gradient is {grad.layout}", hint="sparse gradients (Embedding(sparse=True)) cannot be served"
-            )
+            text = f"a gradient is {grad.layout}"
+            raise NotSupported(text, hint="sparse gradients (Embedding(sparse=True)) cannot be served")
         if grad.dtype is not dtype:
             raise NotSupported(f"a gradient is {grad.dtype}, and its parameter {dtype}", hint="leave grad_dtype as it is")
     if share.full and len(grads) == len(given):
         return share.full, share.at, grads
     present = tuple(at for at, grad in zip(share.at, given) if grad is not None)
     if any(grad is not None and not learns for grad, learns in zip(given, share.learns)):
-        raise NotSupported(
-            "a parameter has a gradient that had requires_grad=False when serve() was called",
-            hint="freeze parameters after serve(), not before",
-        )
+        why = "a parameter has a gradient that had requires_grad=False when serve() was called"
+        raise NotSupported(why, hint="freeze parameters after serve(), not before")
     return share.marks(present), present, grads
 
 
@@ -269,16 +263,12 @@ def _class(kind: Any) -> type[ServedOptimizer]:
 def make(served: Servers, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
     """An optimizer of this class over parameters of that model."""
     if issubclass(kind, torch.optim.LBFGS):
-        raise NotSupported(
-            "LBFGS looks at all gradients of several evaluations in one step: it cannot be served",
-            hint="rdmarpc.wrap(net, placement) runs it: its step reads and writes remote parameters",
-        )
+        why = "LBFGS looks at all gradients of several evaluations in one step: it cannot be served"
+        raise NotSupported(why, hint="rdmarpc.wrap(net, placement) runs it: its step reads and writes remote parameters")
     servers = {server for server, _ in served.position.values()}
     if kind not in PER_PARAMETER and len(servers) > 1:
-        raise NotSupported(
-            f"{kind.__name__} may combine parameters in one step, and they are at {len(servers)} servers",
-            hint="use one server, or a class of torch.optim",
-        )
+        why = f"{kind.__name__} may combine parameters in one step, and they are at {len(servers)} servers"
+        raise NotSupported(why, hint="use one server, or a class of torch.optim")
     served.forget()
     found: Any = kind
     return _class(found)(served, params, defaults)

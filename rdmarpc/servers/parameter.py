@@ -46,10 +46,8 @@ class ServedParameter(nn.Parameter):
             return
         if (value.shape, value.dtype, value.device) != (mine.shape, mine.dtype, mine.device):
             name, text = self._watch.name_of(self), f"{tuple(value.shape)} {value.dtype} on {value.device}"
-            raise NotSupported(
-                f"the data of {name!r}, {tuple(mine.shape)} {mine.dtype}, cannot become {text}: servers keep it",
-                hint="close() the model, or do that before serve()",
-            )
+            why = f"the data of {name!r}, {tuple(mine.shape)} {mine.dtype}, cannot become {text}: servers keep it"
+            raise NotSupported(why, hint="close() the model, or do that before serve()")
         mine.copy_(value)
 
     def share_memory_(self) -> Any:

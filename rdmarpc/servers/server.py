@@ -108,11 +108,6 @@ class Server(threading.Thread):
             text = f"server {self.station.name!r} is still busy with a step after {self.station.timeout:g} s"
             raise TransferTimeout(text, peer=self.station.name) from None
 
-    @property
-    def forsaken(self) -> bool:
-        """Whether all workers that ever came are gone: nobody writes here any more."""
-        return self.gone | self.end.awaited >= set(self.workers)
-
     def meet(self) -> None:
         """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the
         slowest."""
@@ -140,9 +135,8 @@ class Server(threading.Thread):
         (``gradients`` is ``None`` where nothing does). Returns where its gradients land: descriptor and notification number.
         Raises ``ValueError`` for other tensors."""
         if worker in self._clients or worker not in self.workers:
-            raise ValueError(
-                f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
-            )
+            why = f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
+            raise ValueError(why)
         if self._kept.empty:
             self._kept.hold(Room(self.station.device, weights), 0 if gradients is None else len(gradients))
         _same_tensors(self._kept.store.bundle, weights, worker)

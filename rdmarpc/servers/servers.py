@@ -119,11 +119,9 @@ class Servers:
         while isinstance(found := self._call(server, serving.enter, args), list):
             if time.monotonic() > deadline:
                 names = ", ".join(map(repr, found))
-                raise TransferTimeout(
-                    f"{names} did not close the model that this worker has closed before, within {self.timeout:g} s",
-                    peer=server,
-                    hint="close() it at every worker, also after an error; name= tells models apart",
-                )
+                why = f"{names} did not close the model that this worker has closed before, within {self.timeout:g} s"
+                hint = "close() it at every worker, also after an error; name= tells models apart"
+                raise TransferTimeout(why, peer=server, hint=hint)
             time.sleep(_AGAIN_S)
         return found
 
@@ -147,10 +145,8 @@ class Servers:
     def pull(self) -> None:
         """See ``Trainer.pull``."""
         if self.watch.left_behind:
-            raise RdmaError(
-                "this process was forked while the weights of a served model were on their way to its parent",
-                hint="call model.pull() in the thread that forks",
-            )
+            why = "this process was forked while the weights of a served model were on their way to its parent"
+            raise RdmaError(why, hint="call model.pull() in the thread that forks")
         self.trainer.pull()
         if self.watch.here():
             changed = [half.server for half in self.trainer.halves.values() if half.changed]
@@ -182,19 +178,15 @@ class Servers:
         everything = list(self.position.items())
         if len(self.workers) > 1:
             _, (server, at) = everything[written[0]]
-            raise NotSupported(
-                f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that",
-                hint="call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer",
-            )
-        self._load([everything[number] for number in written])
+            why = f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that"
+            hint = "call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer"
+            raise NotSupported(why, hint=hint)
+        self.load([everything[number] for number in written])
 
-    def load(self) -> None:
-        """Give the servers everything that is here."""
-        self._load(self.position.items())
-
-    def _load(self, found: Iterable[tuple[nn.Parameter, tuple[str, int]]]) -> None:
+    def load(self, found: Iterable[tuple[nn.Parameter, tuple[str, int]]] | None = None) -> None:
+        """Give the servers the values of these parameters, which stand there (``position``); ``None``: of all."""
         values: dict[str, dict[int, torch.Tensor]] = {}
-        for parameter, (server, at) in found:
+        for parameter, (server, at) in self.position.items() if found is None else found:
             values.setdefault(server, {})[at] = parameter.detach()
         for server, theirs in values.items():
             self.ask(server, "load", theirs)

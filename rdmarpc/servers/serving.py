@@ -67,7 +67,7 @@ def _forget(table: _Table, model: str, worker: str) -> Server | None:
         server = table.get(model)
         if server is not None:
             server.gone.add(worker)
-            if server.forsaken:
+            if server.gone | server.end.awaited >= set(server.workers):  # all that ever came: nobody writes here any more
                 if server.end.awaited - server.gone:
                     table.given_up[model] = server.end
                 return table.pop(model)

@@ -115,11 +115,9 @@ class Trainer:
             if left <= 0:
                 self.late = True
                 names = ", ".join(repr(half.server) for half in behind)
-                raise TransferTimeout(
-                    f"the weights of {names} did not come within {self.timeout} s",
-                    device=self.station.device.name,
-                    hint="every worker of the model has to call serve() and make every step; timeout= sets the limit",
-                )
+                why = f"the weights of {names} did not come within {self.timeout} s"
+                hint = "every worker of the model has to call serve() and make every step; timeout= sets the limit"
+                raise TransferTimeout(why, device=self.station.device.name, hint=hint)
             self.station.poll(left)
             self._raise_alarm()
         self.waiting = self.late = False

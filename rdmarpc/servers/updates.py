@@ -40,10 +40,9 @@ class Elsewhere(dict[str, Any]):
     dictionary into its place, the owner's half drops its state, or gets that one. Code that visits all entries finds none."""
 
     def _refuse(self, *args: Any) -> Any:
-        raise NotSupported(
-            "this optimizer's state of a parameter lies at the worker that updates it",
-            hint="optimizer.state_dict() fetches it; load_state_dict(), and optimizer.state[p] = {...}, set it",
-        )
+        why = "this optimizer's state of a parameter lies at the worker that updates it"
+        hint = "optimizer.state_dict() fetches it; load_state_dict(), and optimizer.state[p] = {...}, set it"
+        raise NotSupported(why, hint=hint)
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
     get = pop = setdefault = update = clear = _refuse  # type: ignore[assignment]
@@ -83,10 +82,8 @@ def _kept(value: Any) -> Any:
 def refuse_scaling(optimizer: torch.optim.Optimizer) -> None:
     """``NotSupported`` where a ``GradScaler`` has left it to a fused optimizer to scale gradients back: it sets attributes."""
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
-        raise NotSupported(
-            "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers",
-            hint="make the optimizer with fused=False",
-        )
+        why = "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers"
+        raise NotSupported(why, hint="make the optimizer with fused=False")
 
 
 def counting_dtype(kind: type[torch.optim.Optimizer]) -> torch.dtype:

@@ -18,20 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import transport
-from ..transport import (
-    AutoDevice,
-    RdmaError,
-    choice,
-    default_limit,
-    host_id,
-    known_kernels,
-    open_device,
-    openssl,
-    processors,
-    sysfs,
-    where_to_listen,
-)
-from ..transport import ports as rdma_ports
+from ..transport import AutoDevice, RdmaError, host_id, sysfs
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
 
@@ -42,11 +29,7 @@ _CHOSEN = 3  # lines of a port that say what was chosen; the others, why not ano
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
 _SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
 _NO_HOST = "give a host's name (getent hosts NAME), or Device.address of a worker; names of workers are not known here"
-_WITHIN = {
-    "shm": "processes of this host",
-    "verbs": "hosts with a usable RDMA port, too",
-    "tcp": "all other hosts",
-}
+_WITHIN = {"shm": "processes of this host", "verbs": "hosts with a usable RDMA port, too", "tcp": "all other hosts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +47,7 @@ def ports(found: list[sysfs.Found]) -> list[Finding]:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
     try:
-        port = rdma_ports.choose(choice.choose())
+        port = transport.ports.choose(transport.choice.choose())
     except RdmaError as error:
         return [Finding("rdma", MISSING, error.message, error.hint)]
     port.context.close()
@@ -75,7 +58,7 @@ def ports(found: list[sysfs.Found]) -> list[Finding]:
 
 def host(root: Path = Path("/")) -> list[Finding]:
     """The facts about this host."""
-    arena = default_limit()
+    arena = transport.default_limit()
     tcp = _listening()
     return [
         *ports(sysfs.survey()),
@@ -88,7 +71,7 @@ def host(root: Path = Path("/")) -> list[Finding]:
         host_facts.shared_memory(root),
         tcp,
         host_facts.sockets(root),
-        host_facts.threads(len(processors())),
+        host_facts.threads(len(transport.processors())),
         host_facts.heap(),
         encryption(),
     ]
@@ -97,10 +80,10 @@ def host(root: Path = Path("/")) -> list[Finding]:
 def encryption() -> Finding:
     """Whether ``tls`` can be on."""
     try:
-        library = openssl.library()
+        library = transport.openssl.library()
     except RdmaError as error:
         return Finding("tls", MISSING, error.message, error.hint)
-    return Finding("tls", OK, f"{openssl.version(library)}: tls=True encrypts tcp")
+    return Finding("tls", OK, f"{transport.openssl.version(library)}: tls=True encrypts tcp")
 
 
 def ways(auto: AutoDevice) -> list[Way]:
@@ -140,7 +123,7 @@ def _answers(name: str, port: int) -> tuple[str, str]:
 def _listening() -> Finding:
     """Where other hosts reach this one."""
     try:
-        address, how = where_to_listen()
+        address, how = transport.where_to_listen()
     except RdmaError as error:
         return Finding("tcp", MISSING, error.message, error.hint)
     if ipaddress.ip_address(address).is_loopback:
@@ -193,11 +176,11 @@ def compile_kernels() -> None:
     for module in pkgutil.walk_packages(transport.__path__, f"{transport.__name__}."):
         importlib.import_module(module.name)
     importlib.import_module("rdmarpc.links.polling.steps")
-    for done, kernel in enumerate(known_kernels, 1):
+    for done, kernel in enumerate(transport.known_kernels, 1):
         kernel.load()
-        filled = _BAR * done // len(known_kernels)
-        text = f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {done} of {len(known_kernels)} kernels"
-        print(text, end="\n" if done == len(known_kernels) else "", file=sys.stderr, flush=True)
+        filled = _BAR * done // len(transport.known_kernels)
+        text = f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {done} of {len(transport.known_kernels)} kernels"
+        print(text, end="\n" if done == len(transport.known_kernels) else "", file=sys.stderr, flush=True)
 
 
 # -- the page
@@ -249,7 +232,7 @@ def main(arguments: list[str]) -> None:
     findings = host()
     try:
         # The secret is our own: nobody gets in while we look.
-        auto = open_device("auto", secret=secrets.token_bytes(32))
+        auto = transport.open_device("auto", secret=secrets.token_bytes(32))
     except RdmaError as error:
         sys.exit(f"rdmarpc doctor: {error}")
     assert isinstance(auto, AutoDevice)

@@ -14,7 +14,7 @@ from rdmarpc.calls import errors
 from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import layout, serialize, tensors
-from rdmarpc.message.tensors import load_places
+from rdmarpc.message.tensors import Places
 from rdmarpc.places.plain import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
 from rdmarpc.servers.layout import Header
@@ -127,7 +127,7 @@ def _layouts() -> list[bytes]:
         torch.empty(0, 3),
         torch.randn(3, dtype=torch.complex64).conj(),
     ]
-    return [tensors.describe_all([kind], _Device()).entries[0][2] for kind in kinds]
+    return [tensors.describe_all([kind], _Device())[0][0][2] for kind in kinds]
 
 
 def _messages() -> list[tuple[bytes, bytes, int]]:
@@ -135,7 +135,7 @@ def _messages() -> list[tuple[bytes, bytes, int]]:
     large = torch.zeros(100_000)
     found = []
     for group in ([base], [base, base], [base, base[:50]], [large], [large, base, torch.ones(3, 4).t()]):
-        out = tensors.pack(tensors.describe_all(group, _Device()), _Device(), _Channel(), None, _Memory())
+        out = tensors.pack(group, _Device(), _Channel(), lambda classes: None, _Memory())
         found.append((out.table, out.data, out.tensors))
     return found
 
@@ -211,7 +211,7 @@ def parsers() -> list[Parser]:
     return [
         _link(),
         Parser("RemoteRegion.load", [region], RemoteRegion.load, (RemoteAccessError,)),
-        Parser("load_places", [region, region * 3], lambda data: load_places(data, {}), (RemoteAccessError,)),
+        Parser("places", [region, region * 3], lambda data: Places()[data], (RemoteAccessError,)),
         Parser("Mail.open", [mail], lambda data: list(Mail(lambda *_: None).open(1, data)), (struct.error,)),
         Parser("layout.decode", _layouts(), _rebuild, anything),
         Parser("tensors.unpack", messages, _unpack, anything),

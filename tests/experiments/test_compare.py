@@ -1,13 +1,14 @@
 """What one run of an experiment says beside an earlier one."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rdmarpc.experiments import bench
-from rdmarpc.experiments.harness import compare
+from rdmarpc.experiments.harness import against, compare
 from rdmarpc.experiments.harness.findings import Findings
 
 
@@ -64,3 +65,31 @@ def test_an_earlier_run_that_cannot_be_read_ends_the_program_before_it_measures(
 def test_compare_may_name_a_file_with_spaces() -> None:
     given = ["--json", "rounds=3", "--compare", "a dir/OLD.json"]
     assert bench.flags(given) == ["--json", "rounds=3", "compare='a dir/OLD.json'"]
+
+
+def test_another_commit_runs_by_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two trees with a module that says which one it is."""
+    for name, number in (("theirs", 2.0), ("ours", 1.0)):
+        folder = tmp_path / name
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        (folder / ".venv" / "bin" / "python").symlink_to(sys.executable)
+        records = [{"case": "call", "size": 4, "what": "rdmarpc", "unit": "us", "samples": [number]}]
+        checked = "import json, sys\nassert sys.argv[1:] == ['x=1', 'rounds=1', '--json']\n"
+        told = f"{checked}print(json.dumps({{'records': {records}}}))"
+        (folder / "measures.py").write_text(told)
+    monkeypatch.setattr(against, "ROOT", tmp_path / "ours")
+    monkeypatch.setattr(against, "_named", lambda revision: revision)
+    monkeypatch.setattr(against, "_installed", lambda commit: tmp_path / commit)
+    found = against.by_turns("measures", ["x=1"], "theirs", 3)
+    assert found["pairs"] == [{"key": ["call", 4, "rdmarpc"], "unit": "us", "before": [2.0] * 3, "after": [1.0] * 3}]
+    turns = [line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert turns == ["theirs", "this one", "this one", "theirs", "theirs", "this one"]
+    against.print_pairs(found)
+    assert "3 of 3" in capsys.readouterr().out
+
+
+def test_a_commit_that_git_does_not_know_ends_the_program() -> None:
+    with pytest.raises(SystemExit, match="against"):
+        against.by_turns("measures", [], "no-such-commit", 1)

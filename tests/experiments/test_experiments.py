@@ -280,3 +280,9 @@ def test_steps_beside_one_process() -> None:
     rows = re.findall(r"^(.+?) +\d+ us((?: +(?:[\d.]+x \([\d.]+\)|-)){4}) +[\d.]+$", done.stdout, re.MULTILINE)
     assert len(rows) == 5 and all("layers" in name for name, _ in rows), done.stdout
     assert [times.count("x") for _, times in rows] == [4, 4, 2, 2, 4], done.stdout  # a number of AdamW's changes in every step
+
+
+def test_what_tls_costs() -> None:
+    done = programs.run("-m", "experiments.bench_tls", "1")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"64 MiB \(GB/s\) +tls +[\d.]+", done.stdout), done.stdout

@@ -49,9 +49,8 @@ class Lane:
         self._base[self._end :] = 0
         self.slots = self._base
         self._further: torch.Tensor | None = None
-        records = self.arrived, self.credited, self._noticed, self._grown, self._gone = [
-            channel.record(first + number) for number in range(NUMBERS)
-        ]
+        records = [channel.record(first + number) for number in range(NUMBERS)]
+        self.arrived, self.credited, self._noticed, self._grown, self._gone = records
         """Addresses of our records: pieces that came, pieces of ours that were taken, notices that came; that the peer has more
         slots; that it writes nothing any more."""
         for record in records:

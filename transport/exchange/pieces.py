@@ -17,14 +17,7 @@ besides those of the stream.
 
 from __future__ import annotations
 
-from ..words.atomics import (
-    FOLD_BYTES,
-    fetch_add,
-    fold,
-    load_acquire,
-    memcpy,
-    store_release,
-)
+from ..words.atomics import FOLD_BYTES, fetch_add, fold, load_acquire, memcpy, store_release
 from ..words.atomics import call as call_c
 from ..words.compiled import compiled, compiled_callback
 from ..words.kernels import WR_BELLS, WR_RECORD, copy_past_caches, enter, move
@@ -65,15 +58,9 @@ def fold_table(function: int, code: int, table: int, nbytes: int, count: int) ->
 @inline
 def add_up(call: int, result: int, nbytes: int) -> int:
     """Add up the sources in the table of a call."""
-    table = load_acquire(call + 8 * w.CALL_TABLE)
+    table, count = load_acquire(call + 8 * w.CALL_TABLE), load_acquire(call + 8 * w.CALL_LANES) + 1
     store_release(table, result)
-    return call_c(
-        load_acquire(call + 8 * w.CALL_FOLDER),
-        load_acquire(call + 8 * w.CALL_FOLD),
-        table,
-        nbytes,
-        load_acquire(call + 8 * w.CALL_LANES) + 1,
-    )
+    return call_c(load_acquire(call + 8 * w.CALL_FOLDER), load_acquire(call + 8 * w.CALL_FOLD), table, nbytes, count)
 
 
 @inline
@@ -122,9 +109,8 @@ def arrived(call: int, lane: int) -> int:
     taken = load_acquire(lane + 8 * w.LANE_TAKEN)
     if load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) <= taken:
         return 0
-    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(lane + 8 * w.LANE_IN_DEPTH)) * (
-        w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
-    )
+    stride = w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
+    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(lane + 8 * w.LANE_IN_DEPTH)) * stride
     if (
         load_acquire(slot + 8 * w.HEAD_SEQUENCE) != load_acquire(call + 8 * w.CALL_SEQUENCE)
         or load_acquire(slot + 8 * w.HEAD_CODE) != load_acquire(call + 8 * w.CALL_CODE)
@@ -189,10 +175,8 @@ def _item(call: int, place: int) -> int:
 @inline
 def _start(call: int, rank: int, chunk: int) -> int:
     """Where a chunk of the part of a rank begins in the tensor."""
-    return min(
-        load_acquire(call + 8 * w.CALL_BYTES),
-        rank * load_acquire(call + 8 * w.CALL_PART) + chunk * load_acquire(call + 8 * w.CALL_CHUNK),
-    )
+    at = rank * load_acquire(call + 8 * w.CALL_PART) + chunk * load_acquire(call + 8 * w.CALL_CHUNK)
+    return min(load_acquire(call + 8 * w.CALL_BYTES), at)
 
 
 @inline

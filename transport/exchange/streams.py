@@ -88,13 +88,8 @@ class Streams(abc.ABC):
         self.words = np.zeros(CALL_WORDS + LANE_WORDS * len(self.lanes), np.int64)
         self.address = int(self.words.ctypes.data)
         self._spare = np.zeros(len(self.lanes) + 3 + FOLD_BYTES // 4, np.int64)
-        self.words[: at.CALL_BUDGET + 1] = (
-            len(self.lanes),
-            self.piece,
-            first.few,
-            device.memory.bells + bell * BELL_BYTES,
-            words.SPIN,
-        )
+        bell_address = device.memory.bells + bell * BELL_BYTES
+        self.words[: at.CALL_BUDGET + 1] = len(self.lanes), self.piece, first.few, bell_address, words.SPIN
         self.words[at.CALL_TABLE] = self._spare.ctypes.data
         self._spare[1] = self._spare.ctypes.data + 8 * (len(self.lanes) + 3)
         self.words[at.CALL_FOLDER] = folder.address

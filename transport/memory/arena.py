@@ -12,6 +12,7 @@ extents, neighbours joined; only then does the arena grow by a segment.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import os
 import threading
@@ -59,10 +60,8 @@ class Segment:
         # Refused where the system does not allow huge pages for shared memory; the pages are then small ones. For private
         # memory the system decides: where its memory is in small pieces, asking has each page wait until others have moved.
         if fd >= 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass
 
     def reserve(self, end: int) -> None:
         """Have the pages of the first ``end`` bytes now. A shared page that is first touched costs 1 to 2 us, one that only has
@@ -84,10 +83,9 @@ class Segment:
         except OSError as error:
             if error.errno in REFUSED:
                 return  # then pages come when they are touched
-            raise ArenaFull(
-                f"this host has no memory for {nbytes} more bytes of the arena: {error.strerror}",
-                hint="free memory (memory limits of containers count shared memory too), or lower arena_limit",
-            ) from None
+            why = f"this host has no memory for {nbytes} more bytes of the arena: {error.strerror}"
+            hint = "free memory (memory limits of containers count shared memory too), or lower arena_limit"
+            raise ArenaFull(why, hint=hint) from None
 
     def close(self) -> None:
         """Close the file. The memory stays mapped for as long as a tensor over it is held."""

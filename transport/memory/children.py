@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 LIMIT = 1 << 30
 """The bytes that are copied at most; beyond that all of it stays shared, with a warning."""
@@ -32,13 +32,6 @@ class Shown(NamedTuple):
     view: memoryview
 
 
-class Shared(Protocol):
-    """The owner of memory that is shared with peers."""
-
-    def shown(self) -> Iterable[Shown]:
-        """The tensors in it. Takes no lock."""
-
-
 class _Copy(NamedTuple):
     start: int
     nbytes: int
@@ -48,7 +41,7 @@ class _Copy(NamedTuple):
 
 _taken = threading.local()
 """``copy``: that for the child that this thread forks, or ``None``."""
-_owners: weakref.WeakSet[Shared] = weakref.WeakSet()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _left: dict[int, tuple[int, int, weakref.ref[memoryview]]] = {}
 """The tensors that outlived their owners, by address, which is theirs for as long as they live."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,8 +51,8 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
-def watch(owner: Shared) -> None:
-    """Copy what ``owner`` shows before every fork, while it exists."""
+def watch(owner: Any) -> None:
+    """Copy what ``owner.shown()`` gives (``Shown``; it takes no lock) before every fork, while ``owner`` exists."""
     _owners.add(owner)
 
 

@@ -107,27 +107,18 @@ class _Iovec(ctypes.Structure):
 
 
 _calls = {True: _libc.process_vm_writev, False: _libc.process_vm_readv}
+_vector = ctypes.POINTER(_Iovec)
 for _call in _calls.values():
     _call.restype = ctypes.c_ssize_t
-    _call.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(_Iovec),
-        ctypes.c_ulong,
-        ctypes.POINTER(_Iovec),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
+    _call.argtypes = [ctypes.c_int, _vector, ctypes.c_ulong, _vector, ctypes.c_ulong, ctypes.c_ulong]
 
 
 def _error(code: int, pid: int) -> RdmaError:
     status = errno.errorcode.get(code, str(code))
     if code in (errno.EPERM, errno.ENOSYS):
-        return NotSupported(
-            "this system does not let a process read or write the memory of another",
-            device="shm",
-            status=status,
-            hint="kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE allows it; or make the tensor with device.empty()",
-        )
+        why = "this system does not let a process read or write the memory of another"
+        hint = "kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE allows it; or make the tensor with device.empty()"
+        return NotSupported(why, device="shm", status=status, hint=hint)
     if code == errno.ESRCH:
         return PeerLost(f"process {pid} is gone", device="shm", status=status)
     return RemoteAccessError(f"process {pid} has no such memory", device="shm", status=status)

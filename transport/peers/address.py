@@ -122,11 +122,9 @@ def _chosen_by_variable() -> tuple[str, str] | None:
         found = next(filter(None, map(interface_address, names)), None)
         if found is None:
             there = ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "none"
-            raise NotSupported(
-                f"{variable}={text} names no interface of this host that has an address",
-                device="tcp",
-                hint=f"there are: {there}; or say where to listen: transport='tcp://INTERFACE'",
-            )
+            why = f"{variable}={text} names no interface of this host that has an address"
+            hint = f"there are: {there}; or say where to listen: transport='tcp://INTERFACE'"
+            raise NotSupported(why, device="tcp", hint=hint)
         return found, variable
     return None
 

@@ -65,13 +65,7 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
 
 
 def authenticate(
-    sock: socket.socket,
-    secret: bytes,
-    identity: Identity,
-    *,
-    initiator: bool,
-    expect: str = "",
-    binding: bytes = b"",
+    sock: socket.socket, secret: bytes, identity: Identity, *, initiator: bool, expect: str = "", binding: bytes = b""
 ) -> bytes:
     """Authenticate both ends, which both run this under the socket's timeout. Returns the peer's key. The other end has proven
     that it holds the private half.

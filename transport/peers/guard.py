@@ -77,12 +77,7 @@ def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> Rd
         named.__cause__ = error
         return named
     status = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    lost = PeerLost(
-        f"{doing} failed here: {type(error).__name__}: {error}",
-        peer=peer,
-        device=device,
-        status=status or "INTERNAL",
-        hint=hint_for(error),
-    )
+    why = f"{doing} failed here: {type(error).__name__}: {error}"
+    lost = PeerLost(why, peer=peer, device=device, status=status or "INTERNAL", hint=hint_for(error))
     lost.__cause__ = error
     return lost

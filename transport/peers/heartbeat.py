@@ -130,10 +130,7 @@ class Looks:
 
 GOODBYES = (
     ("CLOSED", "the peer closed the channel"),
-    (
-        GIVEN_UP,
-        "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off",
-    ),
+    (GIVEN_UP, "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off"),
     ("BROKEN", "the peer could not go on with this connection: its log says why"),
 )
 """Status and text of what a peer says last, by the number that travels with it."""

@@ -28,12 +28,7 @@ class Questions:
         return next(self._numbers)
 
     def ask(
-        self,
-        channel: Any,
-        send: Callable[[int, int], None],
-        kind: int,
-        number: int,
-        known: Callable[[], bool] = lambda: False,
+        self, channel: Any, send: Callable[[int, int], None], kind: int, number: int, known: Callable[[], bool] = lambda: False
     ) -> None:
         """Call ``send(kind, number)`` over our ``Channel``, and wait until the answer has come or ``known()`` is true without
         it. Never call this on the thread that hears the peer. Raises the error that ended the channel, and
@@ -53,9 +48,8 @@ class Questions:
         if channel.error is not None:
             raise fresh(channel.error)
         if not heard:
-            raise TransferTimeout(
-                "the peer did not acknowledge a control message", peer=channel.peer, device=channel.device.name
-            )
+            why = "the peer did not acknowledge a control message"
+            raise TransferTimeout(why, peer=channel.peer, device=channel.device.name)
 
     def answer(self, kind: int, number: int) -> None:
         """Enter an answer that came."""

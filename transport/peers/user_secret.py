@@ -40,10 +40,8 @@ def read_private(path: str | Path) -> bytes:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o077:
-            raise AuthenticationError(
-                f"the secret in {path} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})",
-                hint=f"chmod 600 {path}",
-            )
+            why = f"the secret in {path} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+            raise AuthenticationError(why, hint=f"chmod 600 {path}")
         return os.read(fd, _MOST_BYTES).strip()
     finally:
         os.close(fd)
@@ -95,10 +93,9 @@ def _make(path: Path) -> None:
 
 
 def _nowhere(folder: Path, why: str) -> AuthenticationError:
-    return AuthenticationError(
-        f"no job secret was given, and {folder} is no place for one that this user's processes share: {why}",
-        hint="set XDG_RUNTIME_DIR to a folder of yours with mode 700, or RDMARPC_SECRET for all (`openssl rand -hex 32`)",
-    )
+    text = f"no job secret was given, and {folder} is no place for one that this user's processes share: {why}"
+    hint = "set XDG_RUNTIME_DIR to a folder of yours with mode 700, or RDMARPC_SECRET for all (`openssl rand -hex 32`)"
+    return AuthenticationError(text, hint=hint)
 
 
 def _boot() -> str:

@@ -80,13 +80,7 @@ class ShmChannel(Channel):
     can_adopt = True
 
     def __init__(
-        self,
-        device: Any,
-        sock: socket.socket,
-        inboxes: Inboxes,
-        identity: tuple[int, int],
-        attach: Attach,
-        hello: bytes,
+        self, device: Any, sock: socket.socket, inboxes: Inboxes, identity: tuple[int, int], attach: Attach, hello: bytes
     ) -> None:
         """``identity``: the peer's uid and epoch."""
         super().__init__(device)
@@ -290,10 +284,8 @@ class ShmChannel(Channel):
     def give_up(self, error: RdmaError, why: int) -> None:
         """End a channel, and send a goodbye with the reason ``why``. A peer that is stopped finds it when it runs again."""
         self.lose(error)
-        try:
+        with contextlib.suppress(OSError):  # it finds the end of the stream
             self.sock.send(MESSAGE.pack(BYE, why, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:
-            pass  # it finds the end of the stream
 
     @property
     def peer_copies(self) -> bool:
@@ -323,10 +315,8 @@ class ShmChannel(Channel):
             self.socket_open = False
         # A copy of the peer that is just running may finish: the memory it goes to is ours to reuse after this.
         self.inboxes.quiesce_peer(_LAST_COPY_NS)
-        try:
+        with contextlib.suppress(PeerLost):
             self.send(BYE)
-        except PeerLost:
-            pass
         self.device.forget(self)
 
 

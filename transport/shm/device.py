@@ -109,15 +109,14 @@ class ShmDevice(ListeningDevice):
         cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
         if refused := [channel.peer for channel in self._shm_channels() if not channel.peer_memory.reaches_us]:
             cma += f"; refused towards us to {', '.join(refused)}: what they read is staged"
-        return "\n".join(
-            (
-                f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
-                *(self.memory.explain() if self._own_memory else ()),
-                f"  other memory   cross-memory attach: {cma}",
-                f"  death          an ended process at once, a stopped one after {self._looks.timeout:g} s",
-                f"  waiting        spins up to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
-            )
-        )
+        lines = [
+            f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
+            *(self.memory.explain() if self._own_memory else ()),
+            f"  other memory   cross-memory attach: {cma}",
+            f"  death          an ended process at once, a stopped one after {self._looks.timeout:g} s",
+            f"  waiting        spins up to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
+        ]
+        return "\n".join(lines)
 
     def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
         if super().can_lend(tensor, channel):

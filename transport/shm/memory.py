@@ -49,8 +49,8 @@ class PeerMemory:
         self._foreign: dict[int, Entry] = {}
         self._read_only: set[int] = set()  # numbers of segments that are mapped for reading
         self._views: dict[int, memoryview] = {}
-        self._adoptions: dict[int, _Adoption] = {}
-        self._owner = os.getpid()
+        self.adoptions: dict[int, _Adoption] = {}
+        self.owner = os.getpid()
         children.watch(self)
 
     @property
@@ -142,20 +142,14 @@ class PeerMemory:
         view = self._views[remote.region][remote.offset : remote.offset + remote.nbytes]
         adoption = _Adoption(view, _disown)
         adoption.memory, adoption.release = self, release
-        self._adoptions[id(adoption)] = adoption
+        self.adoptions[id(adoption)] = adoption
         # The storage holds ``view``, and that the mapping.
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def shown(self) -> list[children.Shown]:
         """What was adopted and is in use. Takes no lock."""
-        found = [view for adoption in list(self._adoptions.values()) if (view := adoption()) is not None]
+        found = [view for adoption in list(self.adoptions.values()) if (view := adoption()) is not None]
         return [children.Shown(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, view) for view in found]
-
-    def disown(self, adoption: _Adoption) -> None:
-        # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.
-        self._adoptions.pop(id(adoption), None)
-        if os.getpid() == self._owner:  # a forked child's copies mean nothing
-            kernels.store(adoption.release, 0)
 
 
 class _Adoption(weakref.ref):
@@ -167,4 +161,7 @@ class _Adoption(weakref.ref):
 
 
 def _disown(adoption: _Adoption) -> None:
-    adoption.memory.disown(adoption)
+    # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.
+    adoption.memory.adoptions.pop(id(adoption), None)
+    if os.getpid() == adoption.memory.owner:  # a forked child's copies mean nothing
+        kernels.store(adoption.release, 0)

@@ -62,13 +62,7 @@ class TcpChannel(Channel):
     reads_take_peer = True
 
     def __init__(
-        self,
-        device: Device,
-        io: Service,
-        sock: socket.socket,
-        identity: tuple[int, int],
-        hello: bytes,
-        patience: float,
+        self, device: Device, io: Service, sock: socket.socket, identity: tuple[int, int], hello: bytes, patience: float
     ) -> None:
         super().__init__(device)
         self._io = io
@@ -268,7 +262,5 @@ class TcpChannel(Channel):
         with self.outbox.lock:
             if self._gone.is_set():
                 return
-            try:
+            with contextlib.suppress(OSError):  # it is broken already, which the I/O thread sees too
                 self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass  # it is broken already, which the I/O thread sees too

@@ -87,11 +87,9 @@ class TcpDevice(ListeningDevice):
     def _bound(self, family: int, where: Any) -> socket.socket:
         self._loopback = ipaddress.ip_address(where[0]).is_loopback
         if not self.given and not self._loopback:
-            raise NotSupported(
-                f"tcp on {where[0]} without a secret: nobody elsewhere could know the one that is used then",
-                device="tcp",
-                hint="give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1",
-            )
+            why = f"tcp on {where[0]} without a secret: nobody elsewhere could know the one that is used then"
+            hint = "give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1"
+            raise NotSupported(why, device="tcp", hint=hint)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -118,17 +116,16 @@ class TcpDevice(ListeningDevice):
                 limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
         known = "every peer proves the job secret" if self.given else "this user's processes on this host only"
         hidden = self._tls.explain() if self._tls is not None else "none: what travels is not encrypted (option tls)"
-        return "\n".join(
-            (
-                f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",
-                f"  authentication {known}",
-                f"  encryption     {hidden}",
-                f"  buffers        {', '.join(limits) or 'unknown'}",
-                f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
-                *(self.memory.explain() if self._own_memory else ()),
-                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, reads the socket; one I/O thread for the rest",
-            )
-        )
+        lines = [
+            f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",
+            f"  authentication {known}",
+            f"  encryption     {hidden}",
+            f"  buffers        {', '.join(limits) or 'unknown'}",
+            f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
+            *(self.memory.explain() if self._own_memory else ()),
+            f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, reads the socket; one I/O thread for the rest",
+        ]
+        return "\n".join(lines)
 
     def counters(self) -> dict[str, int]:
         """As ``Device.counters``, and ``bytes_inlined``: bytes of ``Window.put`` (and of answers from closed regions) that

@@ -106,14 +106,14 @@ class Posts:
             self._outbox.send([HEADER.pack(op, LAST, 0, 0, seq, *place)])
         return work
 
-    def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
+    def put(self, op: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
         """One unacknowledged frame. When this returns, the bytes of ``view`` are with the kernel, or copied."""
         with self._outbox.lock:
             self.check()
             self.last += 1
             self.count += 1
             self.nbytes += place[3]
-            self._outbox.send([HEADER.pack(op, flags, 0, imm, self.last, *place), view], keep=False)
+            self._outbox.send([HEADER.pack(op, LAST | SILENT, 0, imm, self.last, *place), view], keep=False)
 
     # -- answers
 
@@ -309,12 +309,7 @@ class TcpWindow(Window):
 
     def put(self, offset: int, nbytes: int) -> None:
         remote, view = self._remote, self._view[offset : offset + nbytes]
-        self._posts.put(
-            WRITE if nbytes else NOTIFY,
-            LAST | SILENT,
-            self._imm,
-            (remote.region, remote.key, remote.offset + offset, nbytes),
-            view,
-        )
+        place = remote.region, remote.key, remote.offset + offset, nbytes
+        self._posts.put(WRITE if nbytes else NOTIFY, self._imm, place, view)
 
     put_now = put  # what the socket does not take is left to the I/O thread

@@ -98,9 +98,8 @@ class Tls:
             lib.SSL_CTX_set_psk_client_callback(context, self._client)
             lib.SSL_CTX_set_psk_server_callback(context, self._server)
             return
-        certificate, key, authority = (
-            os.fsencode(file) for file in (self.given.certificate, self.given.key, self.given.authority)
-        )
+        files = self.given.certificate, self.given.key, self.given.authority
+        certificate, key, authority = map(os.fsencode, files)
         lib.ERR_clear_error()
         if lib.SSL_CTX_use_certificate_chain_file(context, certificate) != 1:
             raise self._unusable(f"the certificate {self.given.certificate}")

@@ -29,13 +29,7 @@ _NAMES = ("libssl.so.3", "libssl.so.1.1")
 _HINT = "install OpenSSL's library (Debian: libssl3; conda: openssl), or leave tls off"
 
 PskClient = ctypes.CFUNCTYPE(
-    ctypes.c_uint,
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_uint,
-    ctypes.c_void_p,
-    ctypes.c_uint,
+    ctypes.c_uint, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
 )
 """(ssl, hint, identity, size of that, key, size of that) -> bytes of the key, 0: none."""
 PskServer = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint)

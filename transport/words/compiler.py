@@ -171,12 +171,7 @@ def _operators() -> dict[Any, _Callee]:
         return _Callee([1], types.boolean, lambda builder, value: builder.icmp_signed(order, value, _I64(0)))
 
     two = {
-        "add": ir.IRBuilder.add,
-        "sub": ir.IRBuilder.sub,
-        "mul": ir.IRBuilder.mul,
-        "and_": ir.IRBuilder.and_,
-        "or_": ir.IRBuilder.or_,
-        "xor": ir.IRBuilder.xor,
+        **{name: getattr(ir.IRBuilder, name) for name in ("add", "sub", "mul", "and_", "or_", "xor")},
         "lshift": partial(_shifted, "shl"),
         "rshift": partial(_shifted, "ashr"),
         "floordiv": partial(_divided, False),
@@ -312,14 +307,7 @@ class _Integers(AnalysisPass):
     """Refuses a variable that is no integer."""
 
     _name = "rdmarpc_integers"
-    _others = (
-        types.Function,
-        types.Module,
-        types.NoneType,
-        types.Pair,
-        types.RangeType,
-        types.RangeIteratorType,
-    )
+    _others = (types.Function, types.Module, types.NoneType, types.Pair, types.RangeType, types.RangeIteratorType)
 
     def __init__(self) -> None:
         super().__init__()

@@ -127,11 +127,8 @@ def set_u32(builder: Any, address: Any, value: Any) -> None:
 _ELEMENTS = {
     "float32": ir.FloatType(),
     "float64": ir.DoubleType(),
-    "bfloat16": ir.IntType(16),
-    "float16": ir.IntType(16),
-    "int8": ir.IntType(8),
-    "uint8": ir.IntType(8),
-    "int16": ir.IntType(16),
+    **dict.fromkeys(("int8", "uint8"), ir.IntType(8)),
+    **dict.fromkeys(("int16", "bfloat16", "float16"), ir.IntType(16)),
     "int32": _I32,
     "int64": _I64,
 }

@@ -44,8 +44,7 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     it belongs to a group of the other kind."""
     method, scheme = options.init_method, urlparse(options.init_method).scheme
     if scheme == "slurm":
-        task = slurm.this_task(method)
-        rank, world_size, method = task.rank, task.world_size, task.init_method
+        rank, world_size, method = slurm.this_task(method)
     if scheme == "file" and not os.path.isdir(folder := os.path.dirname(urlparse(method).path) or "."):
         raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
     limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)

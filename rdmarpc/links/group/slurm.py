@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from urllib.parse import urlparse
 
 _FIRST_PORT, _PORTS = 20000, 12000  # below the ports that the kernel gives out by itself
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task of a step: a worker's rank, how many there are, and where rank 0 runs the store."""
-
-    rank: int
-    world_size: int
-    init_method: str
-
-
-def this_task(init_method: str = "slurm://") -> Task:
-    """The task that this process is in its step. ``slurm://:PORT`` says which port of the first host to use; else the port
-    follows from the numbers of job and step. Raises ``RuntimeError`` outside of a step."""
+def this_task(init_method: str = "slurm://") -> tuple[int, int, str]:
+    """The task that this process is in its step: its rank, how many there are, and (an ``init_method``) where rank 0 runs the
+    store. ``slurm://:PORT`` says which port of the first host to use; else the port follows from the numbers of job and step.
+    Raises ``RuntimeError`` outside of a step."""
     try:
         rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
         job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
@@ -32,7 +23,7 @@ def this_task(init_method: str = "slurm://") -> Task:
     except KeyError as missing:
         raise RuntimeError(f"slurm://: {missing} is not set: this process was not started by srun") from None
     port = urlparse(init_method).port or _FIRST_PORT + (97 * job + step) % _PORTS
-    return Task(rank, world_size, f"tcp://{host}:{port}")
+    return rank, world_size, f"tcp://{host}:{port}"
 
 
 def first_host(nodes: str) -> str:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from group import Meeting, results, run_group
 from torch.distributed import distributed_c10d as c10d
 
+from rdmarpc.transport import NotSupported
+
 MAX = dist.ReduceOp.MAX
 Call = Callable[[Any, dict[str, Any]], tuple[Any, list[torch.Tensor]]]
 _FORM = re.compile(r"(?:\d+\. )?(\w+)\(self: [\w.]+ProcessGroup(?:, (.*))?\) -> c10d::Work")
@@ -45,6 +47,13 @@ def _options(kind: Any, extra: dict[str, Any], **fields: Any) -> Any:
     for name, value in {**fields, **extra}.items():
         setattr(made, name, value)
     return made
+
+
+def _gather_single(group: Any, x: torch.Tensor, large: torch.Tensor, opts: Any) -> Any:
+    """gloo has not got it, and torch itself from 2.14 on."""
+    if group.name() == "rdmarpc":
+        return group.gather_single(large, x, opts)
+    return group.gather([list(large.chunk(2))] if opts.rootRank == group.rank() else [], [x], opts)
 
 
 def _calls(rank: int, at: int = 1) -> dict[str, Call]:
@@ -89,6 +98,9 @@ def _calls(rank: int, at: int = 1) -> dict[str, Call]:
         ),
         "gather place": one(lambda g, e: g.gather(outs if root else [], x, at, *e.values()), *outs),
         "gather named": one(lambda g, e: g.gather(outs if root else [], x, root=at, **e), *outs),
+        "gather single": one(
+            lambda g, e: _gather_single(g, x, large, _options(dist.GatherOptions, e, rootRank=at)), *[large][:root]
+        ),
         "scatter options": one(
             lambda g, e: g.scatter([x], [parts] if root else [], _options(dist.ScatterOptions, e, rootRank=at)), x
         ),
@@ -144,6 +156,10 @@ def _values(meeting: Meeting) -> int:
         ours.allreduce(torch.ones(2), "max")
     with pytest.raises(TypeError, match="broadcast takes"):
         ours.broadcast(torch.ones(2), source=1)
+    with pytest.raises(ValueError, match="gather of 2 times 4 elements into a tensor of 7"):
+        ours.gather_single(torch.ones(7), torch.ones(4), _options(dist.GatherOptions, {}, rootRank=meeting.rank))
+    with pytest.raises(NotSupported, match="hooks of a process group"):  # torch has them from 2.14 on
+        ours.register_pre_hook(1, print)
     meeting.step("done", 2)
     dist.destroy_process_group()
     return len(_calls(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from datetime import timedelta
 from typing import Any
@@ -127,23 +128,18 @@ def test_gradients_of_averages():
 
 def _makers(meeting: Meeting) -> list[float]:
     """Each way makes a group; all of them work at once, beside gloo's."""
-    from torch.distributed import _dist2
-
     import rdmarpc
 
     _join(meeting, 2, "gloo")
     rank, groups = meeting.rank, []
     dist.group.WORLD.barrier().wait()
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=meeting_port(meeting))
-    independent = _dist2.new_group("rdmarpc", LIMIT, "cpu")
-    groups.append(independent)
-    groups.append(independent.split_group([1, 0]))
-    assert independent.split_group([rank]).size() == 1
-    assert (independent.split_group([0]) is None) == (rank == 1)
-    with _dist2.process_group(independent):
-        assert _dist2.current_process_group() is independent
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        _dist2.new_group("rdmarpc", LIMIT, "cpu", fast=True)
+    if importlib.util.find_spec("torch.distributed._dist2") is not None:  # an experiment of torch's, until 2.13
+        groups.append(_second_interface())
+    split = dist.new_group(backend="rdmarpc").split_group([1, 0])
+    groups.append(split)
+    assert split.split_group([1 - rank]).size() == 1  # ranks are those of the group
+    assert (split.split_group([1]) is None) == (rank == 1)
 
     options = c10d._DistributedBackendOptions()
     options.store = dist.PrefixStore("by hand", dist.FileStore(f"{meeting._place}-hand", -1))
@@ -162,6 +158,17 @@ def _makers(meeting: Meeting) -> list[float]:
     return found
 
 
+def _second_interface() -> Any:
+    from torch.distributed import _dist2
+
+    made = _dist2.new_group("rdmarpc", LIMIT, "cpu")
+    with _dist2.process_group(made):
+        assert _dist2.current_process_group() is made
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        _dist2.new_group("rdmarpc", LIMIT, "cpu", fast=True)
+    return made
+
+
 def meeting_port(meeting: Meeting) -> str:
     """One that rank 0 has found to be free."""
     from ports import free_port
@@ -172,7 +179,8 @@ def meeting_port(meeting: Meeting) -> str:
 
 
 def test_groups_made_in_other_ways():
-    assert results(run_group(_makers, 2, dynamic=True, timeout=100)) == [[3.0] * 3] * 2
+    for found in results(run_group(_makers, 2, dynamic=True, timeout=100)):
+        assert set(found) == {3.0} and len(found) >= 2
 
 
 def _sharded(meeting: Meeting) -> dict[str, list[str]]:

@@ -39,10 +39,8 @@ def test_where_a_step_meets(monkeypatch: pytest.MonkeyPatch) -> None:
         slurm.this_task()
     for name, value in step(1, STEP_NODELIST="n[3-9]", STEP_NUM_TASKS="7").items():
         monkeypatch.setenv(name, value)
-    task = slurm.this_task()
-    assert (task.rank, task.world_size) == (1, 7)
-    assert task.init_method == f"tcp://n3:{20000 + (97 * 71 + 2) % 12000}"
-    assert slurm.this_task("slurm://:29517").init_method == "tcp://n3:29517"
+    assert slurm.this_task() == (1, 7, f"tcp://n3:{20000 + (97 * 71 + 2) % 12000}")
+    assert slurm.this_task("slurm://:29517") == (1, 7, "tcp://n3:29517")
 
 
 def meet(meeting) -> tuple[int, int]:

@@ -27,13 +27,13 @@ from rdmarpc.links.frames import (
     FLAT,
     FORGO,
     HEAD,
+    NO_CONTEXT,
     REFERENCE,
     REFERENCES,
     REMOTE,
     REQUEST,
     RESPONSE,
-    Head,
-    request_payload,
+    request_head,
 )
 from rdmarpc.message import serialize
 from rdmarpc.references import mail as rref_mail
@@ -128,7 +128,7 @@ def passes_on(number):
 
 def creates(rref):
     flags = HEAD | REMOTE | FLAT | REFERENCE
-    payload = request_payload(Head(rref=rref, fork=rref), serialize.dump_flat((1,)))
+    payload = request_head(0, rref, rref, 0, NO_CONTEXT, 0) + serialize.dump_flat((1,))
     send(0, REQUEST, 1 << 40, flags, payload, serialize.reference(identity))
 
 

@@ -189,7 +189,7 @@ def test_an_empty_write_gives_no_rights(pair: Pair) -> None:
     there = pair.b.empty(8, dtype=torch.uint8).fill_(S)
     remote, here = pair.remote(there), filled(pair.a, 8, C)
     for region in (remote.region, 1 << 63):
-        ab._posts.put(WRITE, LAST, 0, (region, 0, 0, 0), memoryview(b""))
+        ab._posts.put(WRITE, 0, (region, 0, 0, 0), memoryview(b""))
         ab.fence(T)
     thread, ended = waiting(ba, 1)
     with pytest.raises(RemoteAccessError, match="may only be read"):
