@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..transport import RdmaError
 from .stream import Stream
 from .tensor import bring_home, make_empty, place_of
 
@@ -114,14 +113,16 @@ def _alone() -> Iterator[None]:
     written or read, are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
     from torch.distributed.checkpoint import CheckpointException
 
+    from .owners import cause
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except CheckpointException as error:
         for found, _ in error.failures.values():
-            if isinstance(found, (RdmaError, OSError)):
-                raise found from None
+            if (behind := cause(found)) is not None:
+                raise behind from None
         raise
 
 

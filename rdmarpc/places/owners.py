@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..transport import RdmaError
 from .stream import Stream
 from .tensor import at_place, place_of
 
@@ -131,6 +132,14 @@ class Reader(FileSystemReader):
             return items if torch.ops.rdmarpc.read_part(tensors, at_place(_told(about), place)).item() else []
 
 
+def cause(error: BaseException | None) -> RdmaError | OSError | None:
+    """The lost worker, or the file that cannot be written or read, behind an error: of a full disk torch says that a position
+    is not the expected one."""
+    while type(error) is RuntimeError:
+        error = error.__cause__ or error.__context__
+    return error if isinstance(error, RdmaError | OSError) else None
+
+
 def _stamp(path: Path) -> list[int]:
     try:
         found = os.stat(path)
@@ -166,7 +175,11 @@ def write(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
     items = [_create_write_item_for_tensor(name, tensor) for name, tensor in zip(about["names"], tensors)]
     planner: Any = _Local((item.index, tensor) for item, tensor in zip(items, tensors))
     plan = SavePlan(items, storage_data=_StoragePrefix(about["prefix"]))
-    done = {result.index: result for result in FileSystemWriter(about["folder"]).write_data(plan, planner).wait()}
+    try:
+        written = FileSystemWriter(about["folder"]).write_data(plan, planner).wait()
+    except RuntimeError as error:
+        raise cause(error) or error from None
+    done = {result.index: result for result in written}
     results = [done[item.index] for item in items]
     infos = [result.storage_data for result in results]
     return _told([(r.size_in_bytes, i.relative_path, i.offset, i.length) for r, i in zip(results, infos)])

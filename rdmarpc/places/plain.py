@@ -68,7 +68,7 @@ def dump_error(error: BaseException, position: int) -> bytes:
     if isinstance(error, RdmaError):
         text, about = error.message, {"peer": error.peer, "device": error.device, "status": error.status, "hint": error.hint}
     else:
-        text, about = str(error), {}
+        text, about = str(error), {"errno": error.errno} if isinstance(error, OSError) else {}
     return dump((kind.__module__, kind.__qualname__, text, about, position))
 
 
@@ -81,7 +81,11 @@ def load_error(blob: bytes) -> tuple[BaseException, int]:
         try:
             kind = getattr(importlib.import_module(module), name)
             if issubclass(kind, Exception):
-                return kind(text, **about), position
+                number = about.pop("errno", None)
+                found = kind(text, **about)
+                if number is not None:
+                    found.errno = number
+                return found, position
         except (ImportError, AttributeError, TypeError):
             pass
     return RuntimeError(f"{name}: {text}"), position

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import resource
 import tempfile
 import types
 from pathlib import Path
@@ -134,6 +136,11 @@ def close_eyes() -> None:
     owners.os = types.SimpleNamespace(path=types.SimpleNamespace(isdir=lambda path: False), stat=saw_nothing)  # type: ignore[assignment]
 
 
+def limit_files(nbytes: int) -> None:
+    """This worker writes no longer files."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
 def owned(folder: str) -> None:
     """What lies at workers is written and read there, in a file for each, and does not come here."""
     torch.manual_seed(0)
@@ -178,6 +185,13 @@ def owned(folder: str) -> None:
             rpc.load_checkpoint(state, place)
             assert_same(model.state_dict(), saved)
             owners._PIECE = whole
+            rpc.rpc_sync("worker1", limit_files, (4096,))
+            with pytest.raises(OSError) as caught:
+                rpc.save_checkpoint(state, place)
+            rpc.rpc_sync("worker1", limit_files, (resource.RLIM_INFINITY,))
+            assert caught.value.errno == errno.EFBIG  # what a full disk is told by, with another number
+            rpc.load_checkpoint(state, place)  # the earlier one is as it was
+            assert_same(model.state_dict(), saved)
             rpc.rpc_sync("worker2", close_eyes)
 
 
