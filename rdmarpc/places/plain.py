@@ -65,6 +65,7 @@ def decode(told: Any) -> Any:
 def dump_error(error: BaseException, position: int) -> bytes:
     """An error with the words' position at which it happened."""
     kind = type(error)
+    about: dict[str, Any]
     if isinstance(error, RdmaError):
         text, about = error.message, {"peer": error.peer, "device": error.device, "status": error.status, "hint": error.hint}
     else:
