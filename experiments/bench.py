@@ -143,8 +143,12 @@ def flags(arguments: list[str]) -> list[str]:
     """The flags `--compare OLD.json` and `--against COMMIT` as hydra's overrides."""
     found, left = [], iter(arguments)
     for argument in left:
-        name = argument.removeprefix("--")
-        found.append(f"{name}='{next(left, '')}'" if argument in ("--compare", "--against") else argument)
+        if argument in ("--compare", "--against"):
+            name, value = argument.removeprefix("--"), next(left, "")
+            if not value:
+                raise SystemExit(f"error: {argument} needs {'a file' if name == 'compare' else 'a commit'} behind it")
+            argument = f"{name}='{value}'"
+        found.append(argument)
     return found
 
 

@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from .compare import figures
 from .findings import Key
 from .versions import ROOT
 
@@ -27,8 +28,7 @@ def by_turns(module: str, overrides: list[str], revision: str, rounds: int) -> d
     for number in range(rounds):
         for name, folder in turns if number % 2 == 0 else turns[::-1]:
             print(f"pair {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-            for record in _run(module, overrides, folder):
-                key = record["case"], record["size"], record["what"]
+            for key, record in _run(module, overrides, folder).items():
                 found[name].setdefault(key, []).extend(record["samples"])
                 units[key] = record.get("unit", "")
     before, after = found.values()
@@ -40,7 +40,7 @@ def by_turns(module: str, overrides: list[str], revision: str, rounds: int) -> d
 def _git(*arguments: str) -> bytes:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
-        raise SystemExit(f"error: against: {done.stderr.decode().strip()}")
+        raise SystemExit(f"error: against: git {' '.join(arguments)}: {done.stderr.decode().strip()}")
     return done.stdout
 
 
@@ -69,14 +69,12 @@ def _python(folder: Path) -> str:
     return sys.executable if folder == ROOT else str(folder / ".venv" / "bin" / "python")
 
 
-def _run(module: str, overrides: list[str], folder: Path) -> list[dict[str, Any]]:
+def _run(module: str, overrides: list[str], folder: Path) -> dict[Key, dict[str, Any]]:
     command = [_python(folder), "-m", module, *overrides, "rounds=1", "--json"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise SystemExit(f"error: against: {' '.join(command)} ended with {done.returncode}")
-    result = json.loads(done.stdout)
-    records: list[dict[str, Any]] = result["records"] if "records" in result else result["samples"]
-    return records
+    return figures(json.loads(done.stdout))
 
 
 def print_pairs(found: dict[str, Any]) -> None:

@@ -221,12 +221,13 @@ class Agent:
         """The numbers of messages that their senders had no right to (docs/protocols.md, 13): answers to calls that were made
         to others, messages about references that others hold, ends of others' autograd contexts, gradients of tensors that
         others got, landing places that others hold, and names that ``allow`` does not have."""
+        *_, refused_grants = self.links.counts
         return {
             "refused_answers": self.caller.refused,
             "refused_references": self.rrefs.refused,
             "refused_ends": self.contexts.refused,
             "refused_gradients": self.contexts.refused_gradients,
-            "refused_grants": self.links.counts[-1] + self.callee.refused_grants,
+            "refused_grants": refused_grants + self.callee.refused_grants,
             "refused_names": 0 if permits.current is None else permits.current.refused,
         }
 

@@ -93,3 +93,9 @@ def test_another_commit_runs_by_turns(
 def test_a_commit_that_git_does_not_know_ends_the_program() -> None:
     with pytest.raises(SystemExit, match="against"):
         against.by_turns("measures", [], "no-such-commit", 1)
+
+
+def test_a_comparison_without_a_name_ends_the_program_before_it_measures() -> None:
+    for flag in ("--compare", "--against"):
+        with pytest.raises(SystemExit, match=f"{flag} needs"):
+            bench.flags([flag])
