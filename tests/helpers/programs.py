@@ -82,15 +82,18 @@ class Program:
         self._process.join(10)
 
 
-def run(*arguments: str, fresh: bool = False, timeout: float = 250.0) -> subprocess.CompletedProcess[str]:
-    """A program from start to end. ``fresh``: really in an interpreter of its own."""
+def run(
+    *arguments: str, fresh: bool = False, timeout: float = 250.0, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A program from start to end. ``fresh``: really in an interpreter of its own. ``environment``: of one that is not, besides
+    that of the tests."""
     if fresh:
         command = [sys.executable, *arguments]
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.run(command, cwd=ROOT, text=True, timeout=timeout, check=False, **both)  # type: ignore[call-overload]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        program = Program(list(arguments), out)
+        program = Program(list(arguments), out, environment)
         try:
             code = program.wait(timeout)
         except BaseException:

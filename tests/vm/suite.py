@@ -2,6 +2,7 @@
 
     python tests/vm/suite.py                       all of them, in two guests; fails if fewer than EXPECTED were executed
     python tests/vm/suite.py tests/transport -k poller    these
+    python tests/vm/suite.py --when FILE           boots and imports at once, and begins when there is such a file
 
 Exit status 0 only if every test selected was executed and passed, and the devices' counters show the packets. The last
 lines are pytest's own closing lines, as read in the guests.
@@ -93,13 +94,15 @@ def counted(guest: Guest) -> Counter[str]:
 
 
 class Share:
-    """A guest, the tests that it runs, and what came of them. ``live``: what pytest writes is shown at once, not at the end."""
+    """A guest, the tests that it runs as soon as there is a file ``when``, and what came of them. ``live``: what pytest writes is
+    shown at once, not at the end."""
 
-    def __init__(self, guest: Guest, arguments: list[str], *, live: bool) -> None:
-        self.guest, self._arguments = guest, arguments
+    def __init__(self, guest: Guest, arguments: list[str], when: Path, *, live: bool) -> None:
+        self.guest, self._arguments, self._when = guest, arguments, when
         self._running: Command | None = None
         guest.preload(("warm",) if arguments == SHARES[0] else (OPTIMIZERS, "warm"), path=[HELPERS])
-        self._imported_by = time.monotonic() + IMPORTS_LIMIT_S
+        self._imported_by = 0.0
+        """The limit, from when there is the file: until then other work may come first on this machine."""
         self._held: list[bytes] = []
         self._output = show if live else self._held.append
         self.closing, self.ran, self.skipped, self.nbytes = "pytest did not reach its closing line", 0, [], 0
@@ -116,7 +119,11 @@ class Share:
         """Starts pytest when all is imported. Whether it has yet to end."""
         if self._running is not None:
             return self._running.running(self._output)
-        if self.guest.preloaded():
+        imported = self.guest.preloaded()
+        if not self._when.exists():
+            return True
+        self._imported_by = self._imported_by or time.monotonic() + IMPORTS_LIMIT_S
+        if imported:
             print(f"-- {self.guest.hostname} has imported for {(self.guest.box / 'python.ready').read_text()} s", flush=True)
             self._start()
         elif time.monotonic() > self._imported_by:
@@ -175,6 +182,9 @@ def shares(arguments: list[str]) -> list[list[str]]:
 
 def main(arguments: list[str]) -> int:
     complaints = []
+    when = ROOT
+    if arguments[:1] == ["--when"]:
+        when, arguments = Path(arguments[1]), arguments[2:]
     given = shares(arguments)
     with contextlib.ExitStack() as stack:
         with phase("packages, kernel, initramfs"):
@@ -187,7 +197,7 @@ def main(arguments: list[str]) -> int:
                 stack.enter_context(guest)
         print(f"{len(guests)} guests: Linux {version} under {guests[0].accel}", flush=True)
         with phase("imports, once, and tests", *guests):
-            halves = [Share(guest, asked, live=number == 0) for number, (guest, asked) in enumerate(zip(guests, given))]
+            halves = [Share(guest, asked, when, live=number == 0) for number, (guest, asked) in enumerate(zip(guests, given))]
             try:
                 running = halves
                 while running := [share for share in running if share.poll()]:

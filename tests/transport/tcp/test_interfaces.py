@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import tempfile
 import textwrap
 
 import hosts
 import pytest
+from programs import run
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 PROGRAM = """
@@ -44,11 +43,11 @@ PROGRAM = """
 
 def listening(commands: list[str], place: str = "tcp", secret: bytes = b"open sesame, open", **variables: str) -> str:
     """What a program prints on a host with these interfaces: in a network namespace of its own."""
-    program = textwrap.dedent(PROGRAM.format(commands=commands, place=place, secret=secret))
-    names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
-    environment = {key: value for key, value in os.environ.items() if key not in names} | variables
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(textwrap.dedent(PROGRAM.format(commands=commands, place=place, secret=secret)))
+        file.flush()
+        done = run(file.name, timeout=120, environment=variables)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
