@@ -51,7 +51,7 @@ test: export OMP_WAIT_POLICY = PASSIVE
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(QUIET) || status=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUIET) || status=1; \
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests $(addprefix --ignore=,$(QUIET)) || status=1; \
 	exit $$status
 else
