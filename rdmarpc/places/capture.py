@@ -170,7 +170,7 @@ class Capture(TorchDispatchMode):
         self.objects: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors that were operands or results."""
         self.leaves: list[weakref.ref[torch.Tensor]] = []
-        """Of them, those that require grad and are leaves of autograd's graph."""
+        """Of them, the leaves of autograd's graph, and parameters that are frozen."""
         self.gradients: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         self.gradients_here: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Gradients that the call has made, by the number of their storage, and their leaves."""
@@ -201,10 +201,12 @@ class Capture(TorchDispatchMode):
             optimizers.register_optimizer_step_pre_hook(self._steps),
         ):
             self._hooks.callback(hook.remove)
+        self._drawn = torch.get_rng_state()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._check_drawn(torch.get_rng_state())
         self._hooks.close()
         observing.observers = tuple(each for each in observing.observers if each is not self)
         observing.capture = 0
@@ -222,7 +224,18 @@ class Capture(TorchDispatchMode):
         self.why = self.why or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        before = torch.get_rng_state()
+        out = self._seen(func, args, kwargs or {})
+        if not torch.equal(drawn := torch.get_rng_state(), before):
+            self._check_drawn(before)
+            self._drawn = drawn
+        return out
+
+    def _check_drawn(self, state: torch.Tensor) -> None:
+        if not torch.equal(state, self._drawn):  # as a checkpoint does, to draw the same again
+            self.refuse("it sets the state of random numbers")
+
+    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         remote = [each for each in tree_leaves((args, kwargs)) if type(each) is RemoteTensor]
         if remote:
             for each in remote:
@@ -410,7 +423,7 @@ class Capture(TorchDispatchMode):
         """Of what the call has left: gradients, whose tensors can be put where they belong."""
         for ref in self.objects.values():
             tensor = ref()
-            if tensor is None or not (tensor.is_leaf and tensor.requires_grad):
+            if tensor is None or not (tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))):
                 continue
             self.leaves.append(ref)
             grad = tensor.grad

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -124,8 +125,6 @@ class RemoteTensor(torch.Tensor):
         found = at_place(self.detach(), None)
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(found, self.requires_grad).__reduce_ex__(protocol)
-        if not self.is_leaf:
-            return self.__deepcopy__({})
         return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
@@ -214,6 +213,9 @@ class RemoteTensor(torch.Tensor):
 
     def pin_memory(self, device: Any = None) -> Any:
         raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
+
+    def as_subclass(self, cls: Any) -> Any:
+        raise NotSupported(f"a tensor that lies at a worker cannot be a {cls.__name__}", hint=".cpu() brings a copy home")
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
@@ -401,6 +403,8 @@ def _no_layout(layout: torch.layout) -> NotSupported:
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise NotSupported("a parameter has no shape yet", hint="run the model once before it is moved")
     if tensor.is_quantized or tensor.is_nested:
         raise StaysHere(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -491,8 +495,6 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _set(*args)
     if op.refused is not None:
         raise NotSupported(f"{op.name}: {op.refused}")
-    if op.here:
-        return _mixed(op, args, kwargs, _tensors((args, kwargs)), here=True)
     if op.composite:
         return _composite(op, args, kwargs)
     if op.in_python:
@@ -766,6 +768,14 @@ def _ask(
     base = next(names) << 20
     single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
     operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
+    if ("s",) in described:
+        if op.mutable:
+            raise StaysHere(f"{op.name}: what it gives cannot lie at a worker")
+        for each in described:
+            if each[0] == "t" and each[3] not in operands:
+                Storage(place, each[3], 0)  # freed there: no tensor here stands for it
+        place.known[_grad()][form] = known
+        return _mixed(op, args, kwargs, tensors, here=True)
     results: list[Any] = []
     values: list[Any] = []
     made: dict[int, int] = {}
@@ -778,13 +788,6 @@ def _ask(
         else:
             _, plain, offset, name, nbytes = told
             meta = meta_of(Geometry.of_plain(plain))
-            if not meta.strided and meta.geometry.layout is not torch.sparse_coo:
-                if op.mutable:
-                    raise _no_layout(meta.geometry.layout)
-                for each in described:
-                    if each[0] == "t" and each[3] not in operands:
-                        Storage(place, each[3], 0)  # freed there: no tensor here stands for it
-                return _mixed(op, args, kwargs, tensors, here=True)
             if name in operands:
                 operand = tensors[operands[name]]
                 if op.mutable and op.returned[index] is not None and meta is not operand._meta:

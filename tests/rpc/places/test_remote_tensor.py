@@ -178,6 +178,10 @@ def numbers() -> None:
     assert (x == plain).all().item() and 1.5 in x
 
 
+class Functional(torch.Tensor):
+    """A class with a function, but no dispatch, of its own."""
+
+
 def named_refusals() -> None:
     x = there(torch.randn(4))
     refused(x.share_memory_)
@@ -188,6 +192,8 @@ def named_refusals() -> None:
     refused(lambda: x.set_(torch.randn(4).untyped_storage()), "replaced")
     refused(lambda: torch.randn(4).set_(x), "replaced")
     refused(lambda: x.to("remote:99"), "no place")
+    refused(lambda: torch.ones(4).as_subclass(Functional) * x, "Functional")
+    refused(lambda: nn.LazyLinear(2).to(places.device(W1)), "no shape yet")
     for plain in (
         torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
         torch.randn(4, 4).relu().to_sparse_csr(),
@@ -241,6 +247,8 @@ def files() -> None:
     x = there(torch.randn(4))
     loaded = pickle.loads(pickle.dumps({"x": x, "p": nn.Parameter(x)}))
     assert type(loaded["x"]) is torch.Tensor and torch.equal(loaded["x"], home(x)) and isinstance(loaded["p"], nn.Parameter)
+    loss = pickle.loads(pickle.dumps(there(torch.ones(2, requires_grad=True)).sum()))
+    assert loss.item() == 2 and loss.requires_grad and loss.is_leaf  # as torch pickles what is no leaf
 
 
 def checkpoints(folder: str) -> None:
@@ -790,6 +798,22 @@ def late_errors() -> None:
     same(x + 1, home(x) + 1)
 
 
+def caught() -> None:
+    """What a matrix does not allow is caught at its line, and tried again."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x, added = move(-torch.eye(3)), 0.25
+        while True:
+            try:
+                yield torch.linalg.cholesky(x + added * torch.eye(3))
+                return
+            except torch.linalg.LinAlgError as error:
+                yield str(error)
+            added *= 2
+
+    both(program)
+
+
 def no_memory() -> None:
     x = there(torch.ones(4))
     with pytest.raises((RuntimeError, MemoryError), match=r"allocate|memory"):
@@ -814,8 +838,8 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, no_memory,
-    graph_is_plain,
+    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
+    no_memory, graph_is_plain,
 )  # fmt: skip
 
 
