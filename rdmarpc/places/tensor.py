@@ -217,6 +217,9 @@ class RemoteTensor(torch.Tensor):
     def as_subclass(self, cls: Any) -> Any:
         raise NotSupported(f"a tensor that lies at a worker cannot be a {cls.__name__}", hint=".cpu() brings a copy home")
 
+    def storage(self) -> Any:
+        raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
+
     def is_pinned(self, device: Any = None) -> bool:
         return False
 
@@ -1030,3 +1033,41 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 # ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
 # two go together, and the first use of the tensor would end the process. Besides, ``nn.Module._apply`` is replaced (``wrap``).
 torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]
+
+
+def _by_element(name: str) -> Callable[..., torch.Tensor]:
+    """A method of torch that calls Python for each element and finds these by addresses: on copies here."""
+    method = getattr(torch.Tensor, name)
+
+    def home(value: Any) -> Any:
+        if type(value) is not RemoteTensor:
+            return value
+        return at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
+
+    @functools.wraps(method)
+    def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        found = home(tensor)
+        method(found, *map(home, args))
+        return tensor if found is tensor else tensor.copy_(found)
+
+    return run
+
+
+for _name in ("apply_", "map_", "map2_"):
+    setattr(torch.Tensor, _name, _by_element(_name))
+
+
+def _number(name: str) -> Callable[[RemoteTensor], Any]:
+    """``torch.tensor`` asks elements of a list for their numbers with Python's dispatch excluded."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def number(tensor: RemoteTensor) -> Any:
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+        return method(at_place(tensor, None) if excluded else tensor)
+
+    return number
+
+
+for _name in ("__bool__", "__int__", "__index__", "__float__", "__complex__"):
+    setattr(RemoteTensor, _name, _number(_name))

@@ -176,6 +176,13 @@ def numbers() -> None:
         bool(x)
     assert x.equal(there(plain.detach())) and torch.allclose(x, there(plain.detach()))
     assert (x == plain).all().item() and 1.5 in x
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
+        listed, numbers = there(plain.detach().to(dtype)), plain.detach().to(dtype)
+        assert torch.equal(torch.tensor([[listed[0, 0]], [listed.sum()]]), torch.tensor([[numbers[0, 0]], [numbers.sum()]]))
+    x, plain = x.detach(), plain.detach()
+    for ours in (x.clone(), plain.clone()):
+        theirs = plain.clone().apply_(abs).map_(plain, max).map2_(plain, plain, min)
+        same(there(ours.apply_(abs).map_(x, max).map2_(plain, x, min)), theirs)
 
 
 class Functional(torch.Tensor):
@@ -186,6 +193,7 @@ def named_refusals() -> None:
     x = there(torch.randn(4))
     refused(x.share_memory_)
     refused(x.pin_memory)
+    refused(x.storage)
     refused(lambda: torch.from_dlpack(x))
     refused(lambda: x.__dlpack__())
     refused(lambda: x.resize_(9), "resize")
