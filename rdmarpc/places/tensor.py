@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 from ..transport import NotSupported
 from . import autocast, observing, ring
 from .geometry import Geometry, geometry
+from .geometry import view as view_of
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, operator
 from .plain import decode, encode
@@ -121,11 +122,11 @@ class RemoteTensor(torch.Tensor):
         return object.__format__(self, spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a tensor of the CPU: a file knows no workers."""
-        found = at_place(self.detach(), None)
-        if getattr(self, "_is_param", False):
-            return torch.nn.Parameter(found, self.requires_grad).__reduce_ex__(protocol)
-        return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        """Pickled as a tensor of the CPU: a file knows no workers. Tensors over one storage have one there, too."""
+        found = _with_storage(self).requires_grad_(self.requires_grad)
+        found = torch.nn.Parameter(found, self.requires_grad) if getattr(self, "_is_param", False) else found
+        found.__dict__.update({name: value for name, value in self.__dict__.items() if name not in (*OWN, "_is_param")})
+        return found.__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
@@ -265,6 +266,17 @@ class _Home(torch.autograd.Function):
         return grad
 
 
+def _bytes_of(storage: Storage) -> RemoteTensor:
+    return wrapper(storage, meta_of(Geometry((storage.nbytes,), (1,), torch.uint8)), 0, 0)
+
+
+def _with_storage(tensor: RemoteTensor) -> torch.Tensor:
+    """A copy here, over a copy of all of its storage, which is the same for all tensors over that."""
+    if not tensor._meta.strided:
+        return at_place(tensor.detach(), None).detach()
+    return view_of(at_place(_bytes_of(tensor._handle), None), tensor._meta.geometry, tensor._offset)
+
+
 def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
     """A copy of a tensor's storage, once for all tensors over it, and whether it was made as the tensor lies."""
     key = ("storage at a worker", id(tensor._handle))
@@ -273,8 +285,7 @@ def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
         handle = tensor._handle
         strided = tensor._meta.geometry.layout is _STRIDED
         whole = tensor._at == -1 and (not strided or (tensor._offset == 0 and _dense(tensor)))
-        bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
-        source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
+        source = wrapper(handle, tensor._meta, 0, -1) if whole else _bytes_of(handle)
         copied = post(handle.stream, operator(aten.clone.default), (source,), {})
         found = memo[key] = copied._handle, whole  # type: ignore[index]
         copied._handle.anchor = handle.anchor

@@ -257,6 +257,15 @@ def files() -> None:
     assert type(loaded["x"]) is torch.Tensor and torch.equal(loaded["x"], home(x)) and isinstance(loaded["p"], nn.Parameter)
     loss = pickle.loads(pickle.dumps(there(torch.ones(2, requires_grad=True)).sum()))
     assert loss.item() == 2 and loss.requires_grad and loss.is_leaf  # as torch pickles what is no leaf
+    x.note = "kept"
+    assert pickle.loads(pickle.dumps(x)).note == "kept"
+    file = io.BytesIO()
+    torch.save([x.view(2, 2), x.view(2, 2)[1], x.view(2, 2).t().to(torch.complex64).conj()], file)
+    file.seek(0)
+    x, row, turned = torch.load(file)
+    assert turned.is_conj() and torch.equal(turned.real, x.t())
+    row.zero_()
+    assert not x[1].any(), "they lie over each other"
 
 
 def checkpoints(folder: str) -> None:
