@@ -395,7 +395,14 @@ def checkpointed(net: nn.Module, optimizer: Any) -> Step:
     return trains(cast(nn.Module, lambda x: checkpoint(inner, x, use_reentrant=False)), optimizer)
 
 
+def seeded(net: nn.Module, optimizer: Any) -> Step:
+    """A generator of its own begins anew in each call."""
+    generator, step = torch.Generator(), trains(net, optimizer)
+    return lambda x, y: step(x + torch.randn(x.shape, generator=generator.manual_seed(3)), y)
+
+
 REFUSED = {
+    "seeded": (seeded, momentum, "sets the state of random numbers"),
     "checkpoint": (checkpointed, momentum, "sets the state of random numbers"),
     "item": (reads, momentum, "asks what aten::_local_scalar_dense gives"),
     "branch": (branches, momentum, "asks what aten::_local_scalar_dense gives"),
