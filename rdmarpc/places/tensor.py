@@ -1082,3 +1082,19 @@ def _number(name: str) -> Callable[[RemoteTensor], Any]:
 
 for _name in ("__bool__", "__int__", "__index__", "__float__", "__complex__"):
     setattr(RemoteTensor, _name, _number(_name))
+
+
+_one_hot = torch.nn.functional.one_hot
+
+
+@functools.wraps(_one_hot)
+def _checked_one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Torch before 2.14 does not look at the classes of a tensor of a subclass."""
+    if type(tensor) is RemoteTensor and tensor.numel():
+        torch._assert_async(tensor.min() >= 0, "Class values must be non-negative.")
+        if num_classes != -1:
+            torch._assert_async(tensor.max() < num_classes, "Class values must be smaller than num_classes.")
+    return _one_hot(tensor, num_classes)
+
+
+torch.nn.functional.one_hot = _checked_one_hot

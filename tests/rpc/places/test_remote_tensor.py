@@ -808,6 +808,9 @@ def late_errors() -> None:
     with pytest.raises((IndexError, RuntimeError), match="index_select"):
         (y[:2] + found.to(places.device(W2))).cpu()
     same(y + x, home(y) + home(x))
+    for classes, text in (([0, 3], "smaller than num_classes"), ([0, -1], "non-negative")):
+        with pytest.raises(RuntimeError, match=text):
+            F.one_hot(there(torch.tensor(classes)), 3).cpu()
     with pytest.raises(RuntimeError, match=r"shape|size"):
         x @ there(torch.randn(4, 4))
     with pytest.raises(TypeError):
