@@ -265,6 +265,8 @@ class _Home(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
+    jvp = forward
+
 
 def _bytes_of(storage: Storage) -> RemoteTensor:
     return wrapper(storage, meta_of(Geometry((storage.nbytes,), (1,), torch.uint8)), 0, 0)

@@ -290,7 +290,7 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or type(tensor) is RemoteTensor:
                 continue
-            if where is not None:
+            if where is not None or is_lazy(tensor):
                 check_movable(tensor, f"{path}.{name}" if path else name)
             key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
             if id(tensor) not in seen:

@@ -560,6 +560,7 @@ def functions() -> None:
             yield from torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x.cos()) * w[0])
         yield from torch.func.jvp(torch.sin, (x,), (move(torch.ones(5, 3)),))
         yield torch.func.jacfwd(lambda v: (v @ w).tanh())(x[0])
+        yield [each.tolist() for each in torch.func.jvp(lambda v: (v * v).cpu().sin(), (x,), (x.cos(),))]
         flat = move(torch.arange(60.0))
         for begin in (8, 20, 0):  # a tangent begins where its primal does
             yield from torch.func.jvp(torch.sin, (flat[begin : begin + 7],), (torch.ones_like(flat[:7]),))

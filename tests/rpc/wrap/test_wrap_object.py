@@ -327,8 +327,9 @@ def bad() -> None:
         with pytest.raises(ValueError, match=text):
             places.wrap(net, placement)
     assert all(type(p.data) is torch.Tensor for p in net.parameters())
-    with pytest.raises(rpc.NotSupported, match="no shape yet"):
-        places.wrap(nn.Sequential(nn.LazyLinear(3)), {"0": "worker1"})
+    for layers in ((nn.LazyLinear(3),), (nn.Linear(2, 2), nn.LazyLinear(3))):
+        with pytest.raises(rpc.NotSupported, match="no shape yet"):
+            places.wrap(nn.Sequential(*layers), {"0": "worker1"})
     for options in ({"chunks": 0}, {"chunks": 1 << 17}, {"outputs": "elsewhere"}):
         with pytest.raises(ValueError):
             places.wrap(nn.Sequential(nn.Linear(2, 2)), {"0": "worker1"}, **options)
