@@ -519,6 +519,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _in_place_geometry(op, args, kwargs)
     if op.foreach:
         return _foreach(op, args, kwargs)
+    if op.collective:
+        return _collective(op, args, kwargs)
     if op.random and op.draws(args):
         return _draw(op, args, kwargs)
     device = kwargs.get("device")
@@ -591,6 +593,32 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         for original, copy in back:
             original.copy_(copy)
     return _originals(op, out, args, kwargs)
+
+
+def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of ``torch.distributed``: this process's part in it, on copies. Schemas do not say what is written, and it is over when
+    it returns: what has arrived is copied to the worker."""
+    functional = op.name.startswith("_")
+    if op.mutable or op.name.startswith("c10d::recv"):
+        raise NotSupported(f"{op.name} cannot write a tensor that lies at a worker", hint="give it a plain tensor")
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def home(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not RemoteTensor:
+            return tensor
+        return copies.setdefault(id(tensor), (tensor, at_place(tensor, None).clone()))[1]
+
+    with torch.no_grad():
+        out = op.func(*tree_map_only(torch.Tensor, home, args), **tree_map_only(torch.Tensor, home, kwargs))
+        if functional or op.name == "c10d::send":
+            return out
+        (out[-1] if isinstance(out, list | tuple) else out).wait()
+        written = [value for value, told in zip(args, op.func._schema.arguments) if not told.name.startswith("input")]
+        for tensor in _tensors(written):
+            if id(tensor) in copies:
+                tensor.copy_(copies[id(tensor)][1])
+    originals = {id(copy): tensor for tensor, copy in copies.values()}
+    return tree_map_only(torch.Tensor, lambda each: originals.get(id(each), each), out)
 
 
 def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

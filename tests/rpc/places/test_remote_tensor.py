@@ -835,6 +835,26 @@ def caught() -> None:
     both(program)
 
 
+def collectives() -> None:
+    """What a collective writes is at the worker afterwards, and in plain tensors beside."""
+    import torch.distributed as dist
+
+    x = there(torch.arange(4.0))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for gather in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single):
+            for given, into in ((x, torch.zeros(4)), (home(x), there(torch.zeros(4))), (x, there(torch.zeros(4), W2))):
+                gather(into, given)
+                assert (into + 1).tolist() == [1, 2, 3, 4], gather.__name__
+        listed = [there(torch.zeros(4))]
+        dist.all_gather(listed, x)
+        dist.all_reduce(listed[0], async_op=True).wait()
+        same(listed[0] + 1, torch.arange(1.0, 5))
+        refused(lambda: dist.recv(x, 0), "recv")
+    finally:
+        dist.destroy_process_group()
+
+
 def no_memory() -> None:
     x = there(torch.ones(4))
     with pytest.raises((RuntimeError, MemoryError), match=r"allocate|memory"):
@@ -860,7 +880,7 @@ def graph_is_plain() -> None:
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
     functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
-    no_memory, graph_is_plain,
+    collectives, no_memory, graph_is_plain,
 )  # fmt: skip
 
 
