@@ -31,6 +31,7 @@ from .worker import flags
 
 _CONSTANT_BYTES = 1 << 16
 _RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
+_SETS = "it sets the state of random numbers"
 _ASKING = ("aten::_local_scalar_dense", "aten::equal")
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 
@@ -170,12 +171,15 @@ class Capture(TorchDispatchMode):
         self.objects: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors that were operands or results."""
         self.leaves: list[weakref.ref[torch.Tensor]] = []
-        """Of them, those that require grad and are leaves of autograd's graph."""
+        """Of them, the leaves of autograd's graph, and parameters that are frozen."""
         self.gradients: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         self.gradients_here: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Gradients that the call has made, by the number of their storage, and their leaves."""
         self.modules: dict[int, weakref.ref[Any]] = {}
         self.optimizers: dict[int, weakref.ref[Any]] = {}
+        self.drawn_first: dict[torch.Generator, torch.Tensor] = {}
+        """Generators that were drawn from, and their states before that; ``_drawn``: behind the latest draw."""
+        self._drawn: dict[torch.Generator, torch.Tensor] = {}
         self.grows = False
         """Whether something is still there that the call before has left."""
         self.results: list[Any] = []
@@ -201,10 +205,12 @@ class Capture(TorchDispatchMode):
             optimizers.register_optimizer_step_pre_hook(self._steps),
         ):
             self._hooks.callback(hook.remove)
+        self._drawn[torch.default_generator] = torch.get_rng_state()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._check_drawn(torch.default_generator, torch.get_rng_state())
         self._hooks.close()
         observing.observers = tuple(each for each in observing.observers if each is not self)
         observing.capture = 0
@@ -223,6 +229,27 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        generator = kwargs.get("generator") or torch.default_generator
+        before = generator.get_state()
+        out = self._seen(func, args, kwargs)
+        if not torch.equal(drawn := generator.get_state(), before):
+            self._draws(generator, before)
+            self._drawn[generator] = drawn
+        return out
+
+    def _draws(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """Refuse a step that sets what it draws from, as a checkpoint does to draw the same again."""
+        first = self.drawn_first.setdefault(generator, state)
+        earlier = None if self.before is None else self.before.drawn_first.get(generator)
+        if earlier is not None and torch.equal(earlier, first):
+            self.refuse(_SETS)
+        self._check_drawn(generator, state)
+
+    def _check_drawn(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        if not torch.equal(self._drawn.get(generator, state), state):
+            self.refuse(_SETS)
+
+    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         remote = [each for each in tree_leaves((args, kwargs)) if type(each) is RemoteTensor]
         if remote:
             for each in remote:
@@ -410,7 +437,7 @@ class Capture(TorchDispatchMode):
         """Of what the call has left: gradients, whose tensors can be put where they belong."""
         for ref in self.objects.values():
             tensor = ref()
-            if tensor is None or not (tensor.is_leaf and tensor.requires_grad):
+            if tensor is None or not (tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))):
                 continue
             self.leaves.append(ref)
             grad = tensor.grad

@@ -60,6 +60,11 @@ def geometry(tensor: torch.Tensor) -> Geometry:
     return Geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, layout, tensor.is_conj(), tensor.is_neg())
 
 
+def lies_anywhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that can lie at a worker."""
+    return tensor.layout in (STRIDED, torch.sparse_coo) and not (tensor.is_quantized or tensor.is_nested)
+
+
 def bare(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers as they lie in memory: neither conjugated nor negated, apart from autograd."""
     tensor = tensor.detach()

@@ -78,13 +78,13 @@ class Graphed:
 
     def _around(self) -> tuple[Any, ...]:
         """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train,
-        numbers of optimizers, which gradients there are."""
+        numbers of optimizers, which gradients there are, and which are wanted."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
         training = tuple(module.training for ref in self._modules.values() if (module := ref()) is not None)
         numbers = tuple(_numbers(found) for ref in self._optimizers.values() if (found := ref()) is not None)
-        without = tuple(leaf.grad is None for ref in self._leaves.values() if (leaf := ref()) is not None)
-        return flags(), modes, training, numbers, without
+        wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
+        return flags(), modes, training, numbers, wanted
 
     def _form(self, key: Any) -> _Form:
         found = self._forms.get(key)
@@ -340,10 +340,11 @@ class Program:
             self._placed_here[key].append((ref, kept))
             self._replaced.append((weakref.ref(kept), capture.plain(grad)))
         made = {id(ref()) for _, ref in (*capture.gradients, *capture.gradients_here)}
-        for ref in capture.leaves:
-            if id(ref()) not in made and _gradient(ref) is not None:
-                self._read.append((ref, _gradient(ref)))
         self._gradients = [each for placed in (self._placed, self._placed_here) for found in placed.values() for each in found]
+        for ref in capture.leaves:
+            if id(ref()) not in made:
+                grad = _gradient(ref)
+                (self._gradients if grad is None else self._read).append((ref, grad))
 
     def _watch(self) -> None:
         """Note the tensors by which the program could see that it is out of date, and those that it writes or replaces."""

@@ -23,9 +23,11 @@ _VALUE_SIZED = (
     "aten::nested_to_padded_tensor",
     "aten::_to_dense",
     "aten::_new_zeros_with_same_feature_meta",
+    "aten::_linalg_check_errors",
 )
-"""Operators whose results have sizes, or a memory order, that depend on values, though no tag says so; or, of the last one, on
-where its operands begin."""
+"""Operators whose results have sizes, or a memory order, that depend on values, though no tag says so; or, of
+``_new_zeros_with_same_feature_meta``, on where its operands begin. ``_linalg_check_errors`` raises by values: programs catch
+that, and try again with another matrix."""
 _READ_HERE = {"aten::_pack_padded_sequence": 1}
 """Results whose values torch reads through their address, whatever they are results of: they are brought here."""
 _FILLS = ("bernoulli_.float", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
@@ -61,15 +63,6 @@ REFUSED = {
     "aten::_fw_primal": "forward-mode AD is not known to tensors that lie at workers",
 }
 """Operators that are refused, and why."""
-_HERE = (
-    "_nested_tensor_from_tensor_list",
-    "quantize_per_tensor",
-    "quantize_per_channel",
-    "quantize_per_tensor_dynamic",
-    "to_mkldnn",
-)
-"""Operators whose results cannot lie at a worker."""
-
 _IDENTITY = ("_native_multi_head_attention",)
 """Operators that compute otherwise where operands are one object."""
 _NUMBERS = ("number", "float", "Tensor", "List[number]", "List[float]")
@@ -80,6 +73,7 @@ class Operator:
 
     __slots__ = (
         "chance",
+        "collective",
         "composite",
         "dynamic",
         "fills",
@@ -88,7 +82,6 @@ class Operator:
         "foreign",
         "func",
         "geometry",
-        "here",
         "identity",
         "in_python",
         "kept",
@@ -156,12 +149,12 @@ class Operator:
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
         self.identity = bare in _IDENTITY
-        self.here = bare in _HERE
         placing = any(argument.name == "device" for argument in arguments)
-        otherwise = self.here or self.refused or self.in_python or self.composite
+        otherwise = self.refused or self.in_python or self.composite
         self.plain_view = self.view and not otherwise
         """Whether its results are views of a tensor, which need no post."""
-        special = otherwise or placing or self.identity or self.read_here
+        self.collective = space in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+        special = otherwise or placing or self.collective or self.identity or self.read_here
         self.plain = not (special or self.view or self.geometry or self.foreach or self.random)
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)

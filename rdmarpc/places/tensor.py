@@ -28,12 +28,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported
 from . import autocast, observing, ring
 from .geometry import Geometry, geometry
+from .geometry import view as view_of
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, operator
 from .plain import decode, encode
@@ -120,13 +122,11 @@ class RemoteTensor(torch.Tensor):
         return object.__format__(self, spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a tensor of the CPU: a file knows no workers."""
-        found = at_place(self.detach(), None)
-        if getattr(self, "_is_param", False):
-            return torch.nn.Parameter(found, self.requires_grad).__reduce_ex__(protocol)
-        if not self.is_leaf:
-            return self.__deepcopy__({})
-        return found.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        """Pickled as a tensor of the CPU: a file knows no workers. Tensors over one storage have one there, too."""
+        found = _with_storage(self).requires_grad_(self.requires_grad)
+        found = torch.nn.Parameter(found, self.requires_grad) if getattr(self, "_is_param", False) else found
+        found.__dict__.update({name: value for name, value in self.__dict__.items() if name not in (*OWN, "_is_param")})
+        return found.__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
@@ -215,6 +215,12 @@ class RemoteTensor(torch.Tensor):
     def pin_memory(self, device: Any = None) -> Any:
         raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
 
+    def as_subclass(self, cls: Any) -> Any:
+        raise NotSupported(f"a tensor that lies at a worker cannot be a {cls.__name__}", hint=".cpu() brings a copy home")
+
+    def storage(self) -> Any:
+        raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
+
     def is_pinned(self, device: Any = None) -> bool:
         return False
 
@@ -259,6 +265,19 @@ class _Home(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
+    jvp = forward
+
+
+def _bytes_of(storage: Storage) -> RemoteTensor:
+    return wrapper(storage, meta_of(Geometry((storage.nbytes,), (1,), torch.uint8)), 0, 0)
+
+
+def _with_storage(tensor: RemoteTensor) -> torch.Tensor:
+    """A copy here, over a copy of all of its storage, which is the same for all tensors over that."""
+    if not tensor._meta.strided:
+        return at_place(tensor.detach(), None).detach()
+    return view_of(at_place(_bytes_of(tensor._handle), None), tensor._meta.geometry, tensor._offset)
+
 
 def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
     """A copy of a tensor's storage, once for all tensors over it, and whether it was made as the tensor lies."""
@@ -268,8 +287,7 @@ def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
         handle = tensor._handle
         strided = tensor._meta.geometry.layout is _STRIDED
         whole = tensor._at == -1 and (not strided or (tensor._offset == 0 and _dense(tensor)))
-        bytes_of = meta_of(Geometry((handle.nbytes,), (1,), torch.uint8))
-        source = wrapper(handle, tensor._meta, 0, -1) if whole else wrapper(handle, bytes_of, 0, 0)
+        source = wrapper(handle, tensor._meta, 0, -1) if whole else _bytes_of(handle)
         copied = post(handle.stream, operator(aten.clone.default), (source,), {})
         found = memo[key] = copied._handle, whole  # type: ignore[index]
         copied._handle.anchor = handle.anchor
@@ -401,6 +419,8 @@ def _no_layout(layout: torch.layout) -> NotSupported:
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise NotSupported("a parameter has no shape yet", hint="run the model once before it is moved")
     if tensor.is_quantized or tensor.is_nested:
         raise StaysHere(f"{'quantized' if tensor.is_quantized else 'nested'} tensors cannot lie at a worker")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -491,8 +511,6 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _set(*args)
     if op.refused is not None:
         raise NotSupported(f"{op.name}: {op.refused}")
-    if op.here:
-        return _mixed(op, args, kwargs, _tensors((args, kwargs)), here=True)
     if op.composite:
         return _composite(op, args, kwargs)
     if op.in_python:
@@ -501,6 +519,8 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _in_place_geometry(op, args, kwargs)
     if op.foreach:
         return _foreach(op, args, kwargs)
+    if op.collective:
+        return _collective(op, args, kwargs)
     if op.random and op.draws(args):
         return _draw(op, args, kwargs)
     device = kwargs.get("device")
@@ -573,6 +593,32 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         for original, copy in back:
             original.copy_(copy)
     return _originals(op, out, args, kwargs)
+
+
+def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of ``torch.distributed``: this process's part in it, on copies. Schemas do not say what is written, and it is over when
+    it returns: what has arrived is copied to the worker."""
+    functional = op.name.startswith("_")
+    if op.mutable or op.name.startswith("c10d::recv"):
+        raise NotSupported(f"{op.name} cannot write a tensor that lies at a worker", hint="give it a plain tensor")
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def home(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not RemoteTensor:
+            return tensor
+        return copies.setdefault(id(tensor), (tensor, at_place(tensor, None).clone()))[1]
+
+    with torch.no_grad():
+        out = op.func(*tree_map_only(torch.Tensor, home, args), **tree_map_only(torch.Tensor, home, kwargs))
+        if functional or op.name == "c10d::send":
+            return out
+        (out[-1] if isinstance(out, list | tuple) else out).wait()
+        written = [value for value, told in zip(args, op.func._schema.arguments) if not told.name.startswith("input")]
+        for tensor in _tensors(written):
+            if id(tensor) in copies:
+                tensor.copy_(copies[id(tensor)][1])
+    originals = {id(copy): tensor for tensor, copy in copies.values()}
+    return tree_map_only(torch.Tensor, lambda each: originals.get(id(each), each), out)
 
 
 def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -766,6 +812,14 @@ def _ask(
     base = next(names) << 20
     single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
     operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
+    if ("s",) in described:
+        if op.mutable:
+            raise StaysHere(f"{op.name}: what it gives cannot lie at a worker")
+        for each in described:
+            if each[0] == "t" and each[3] not in operands:
+                Storage(place, each[3], 0)  # freed there: no tensor here stands for it
+        place.known[_grad()][form] = known
+        return _mixed(op, args, kwargs, tensors, here=True)
     results: list[Any] = []
     values: list[Any] = []
     made: dict[int, int] = {}
@@ -778,13 +832,6 @@ def _ask(
         else:
             _, plain, offset, name, nbytes = told
             meta = meta_of(Geometry.of_plain(plain))
-            if not meta.strided and meta.geometry.layout is not torch.sparse_coo:
-                if op.mutable:
-                    raise _no_layout(meta.geometry.layout)
-                for each in described:
-                    if each[0] == "t" and each[3] not in operands:
-                        Storage(place, each[3], 0)  # freed there: no tensor here stands for it
-                return _mixed(op, args, kwargs, tensors, here=True)
             if name in operands:
                 operand = tensors[operands[name]]
                 if op.mutable and op.returned[index] is not None and meta is not operand._meta:
@@ -1027,3 +1074,57 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 # ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
 # two go together, and the first use of the tensor would end the process. Besides, ``nn.Module._apply`` is replaced (``wrap``).
 torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]
+
+
+def _by_element(name: str) -> Callable[..., torch.Tensor]:
+    """A method of torch that calls Python for each element and finds these by addresses: on copies here."""
+    method = getattr(torch.Tensor, name)
+
+    def home(value: Any) -> Any:
+        if type(value) is not RemoteTensor:
+            return value
+        return at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
+
+    @functools.wraps(method)
+    def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        found = home(tensor)
+        method(found, *map(home, args))
+        return tensor if found is tensor else tensor.copy_(found)
+
+    return run
+
+
+for _name in ("apply_", "map_", "map2_"):
+    setattr(torch.Tensor, _name, _by_element(_name))
+
+
+def _number(name: str) -> Callable[[RemoteTensor], Any]:
+    """``torch.tensor`` asks elements of a list for their numbers with Python's dispatch excluded."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def number(tensor: RemoteTensor) -> Any:
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+        return method(at_place(tensor, None) if excluded else tensor)
+
+    return number
+
+
+for _name in ("__bool__", "__int__", "__index__", "__float__", "__complex__"):
+    setattr(RemoteTensor, _name, _number(_name))
+
+
+_one_hot = torch.nn.functional.one_hot
+
+
+@functools.wraps(_one_hot)
+def _checked_one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Torch before 2.14 does not look at the classes of a tensor of a subclass."""
+    if type(tensor) is RemoteTensor and tensor.numel():
+        torch._assert_async(tensor.min() >= 0, "Class values must be non-negative.")
+        if num_classes != -1:
+            torch._assert_async(tensor.max() < num_classes, "Class values must be smaller than num_classes.")
+    return _one_hot(tensor, num_classes)
+
+
+torch.nn.functional.one_hot = _checked_one_hot

@@ -47,7 +47,7 @@ from ..calls.agent import Agent
 from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
 from .autocast import inside
-from .geometry import Geometry, bare, dressed, geometry, over, room, view
+from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
 from .gpus import at_device
 from .operators import operator
 from .plain import decode, dump_error, encode, load
@@ -573,8 +573,8 @@ class Runner:
 
     def _describe(self, signature: Signature, name: int, result: Any, operands: list[tuple[int, torch.Tensor]]) -> list[Any]:
         """Name what came out of an ASK and say what it is: whether it is one result and not a sequence, then for each result
-        ("t", geometry, offset, name, storage's bytes), ("n",) for no tensor, or ("v", value). A tensor over an operand's
-        storage, or an earlier result's, has that one's name."""
+        ("t", geometry, offset, name, storage's bytes), ("n",) for no tensor, ("v", value), or ("s",) for a tensor that cannot
+        stay. A tensor over an operand's storage, or an earlier result's, has that one's name."""
         single = type(result) not in (list, tuple)
         known: dict[int, int] = {}
         for key, tensor in operands:
@@ -583,8 +583,8 @@ class Runner:
         found: list[Any] = []
         signature.expected = []
         for each in (result,) if single else result:
-            if not isinstance(each, torch.Tensor):
-                found.append(("n",) if each is None else ("v", encode(each)))
+            if not isinstance(each, torch.Tensor) or not lies_anywhere(each):
+                found.append(("n",) if each is None else ("s",) if isinstance(each, torch.Tensor) else ("v", encode(each)))
                 signature.expected.append(None)
                 name += 1
                 continue

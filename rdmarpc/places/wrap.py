@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,8 +62,7 @@ def wrap(
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     _displace(net, places)
     if not isinstance(net, WrappedModel):
-        kind = type(net)
-        net.__class__ = type(kind.__name__, (WrappedModel, kind), {"_wrapped": kind, "__module__": kind.__module__})
+        net.__class__ = _wrapped_class(type(net))
     assert isinstance(net, WrappedModel)
     move(net, places)
     net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
@@ -71,6 +70,14 @@ def wrap(
         if len(each) > 1:
             replicate(net.get_submodule(path), each)
     return net
+
+
+def _wrapped_class(kind: type[nn.Module]) -> type[WrappedModel]:
+    """One for all models of a class: torch asks whether models are of the same."""
+    for found in kind.__subclasses__():
+        if found.__dict__.get("_wrapped") is kind:
+            return cast(type[WrappedModel], found)
+    return type(kind.__name__, (WrappedModel, kind), {"_wrapped": kind, "__module__": kind.__module__})
 
 
 class Placed:
@@ -283,7 +290,7 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or type(tensor) is RemoteTensor:
                 continue
-            if where is not None:
+            if where is not None or is_lazy(tensor):
                 check_movable(tensor, f"{path}.{name}" if path else name)
             key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
             if id(tensor) not in seen:

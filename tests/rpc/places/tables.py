@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, operator(func)
-        if op.composite or op.in_python or op.geometry or op.here or op.refused:
+        if op.composite or op.in_python or op.geometry or op.refused:
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         form = (func, torch.is_grad_enabled(), _form(args, op.numbers), tuple((k, _form(v, ())) for k, v in kwargs.items()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from standing_group import StandingGroup
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
 from rdmarpc.places import streams
@@ -256,6 +257,20 @@ def test_forms(group):
     group.run(forms)
 
 
+def freezes() -> None:
+    """Which parameters are trained changes between calls."""
+    pair = Pair(mlp(), momentum, HALVES)
+    for turn, (x, y) in enumerate(batches(16)):
+        for each in (pair.alone, pair.placed):
+            each[0].requires_grad_(turn % 8 < 4)
+        pair.both(x, y)
+    pair.end(replays=8)
+
+
+def test_freezes(group):
+    group.run(freezes)
+
+
 def accumulates() -> None:
     """Micro-batches, gradients that stay and are added to, and clipping."""
 
@@ -374,7 +389,21 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
+def checkpointed(net: nn.Module, optimizer: Any) -> Step:
+    """What a checkpoint computes again draws what was drawn before."""
+    inner = nn.Sequential(net, nn.Dropout(0.5))
+    return trains(cast(nn.Module, lambda x: checkpoint(inner, x, use_reentrant=False)), optimizer)
+
+
+def seeded(net: nn.Module, optimizer: Any) -> Step:
+    """A generator of its own begins anew in each call."""
+    generator, step = torch.Generator(), trains(net, optimizer)
+    return lambda x, y: step(x + torch.randn(x.shape, generator=generator.manual_seed(3)), y)
+
+
 REFUSED = {
+    "seeded": (seeded, momentum, "sets the state of random numbers"),
+    "checkpoint": (checkpointed, momentum, "sets the state of random numbers"),
     "item": (reads, momentum, "asks what aten::_local_scalar_dense gives"),
     "branch": (branches, momentum, "asks what aten::_local_scalar_dense gives"),
     "list": (lists, momentum, ""),

@@ -176,18 +176,32 @@ def numbers() -> None:
         bool(x)
     assert x.equal(there(plain.detach())) and torch.allclose(x, there(plain.detach()))
     assert (x == plain).all().item() and 1.5 in x
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
+        listed, numbers = there(plain.detach().to(dtype)), plain.detach().to(dtype)
+        assert torch.equal(torch.tensor([[listed[0, 0]], [listed.sum()]]), torch.tensor([[numbers[0, 0]], [numbers.sum()]]))
+    x, plain = x.detach(), plain.detach()
+    for ours in (x.clone(), plain.clone()):
+        theirs = plain.clone().apply_(abs).map_(plain, max).map2_(plain, plain, min)
+        same(there(ours.apply_(abs).map_(x, max).map2_(plain, x, min)), theirs)
+
+
+class Functional(torch.Tensor):
+    """A class with a function, but no dispatch, of its own."""
 
 
 def named_refusals() -> None:
     x = there(torch.randn(4))
     refused(x.share_memory_)
     refused(x.pin_memory)
+    refused(x.storage)
     refused(lambda: torch.from_dlpack(x))
     refused(lambda: x.__dlpack__())
     refused(lambda: x.resize_(9), "resize")
     refused(lambda: x.set_(torch.randn(4).untyped_storage()), "replaced")
     refused(lambda: torch.randn(4).set_(x), "replaced")
     refused(lambda: x.to("remote:99"), "no place")
+    refused(lambda: torch.ones(4).as_subclass(Functional) * x, "Functional")
+    refused(lambda: nn.LazyLinear(2).to(places.device(W1)), "no shape yet")
     for plain in (
         torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
         torch.randn(4, 4).relu().to_sparse_csr(),
@@ -241,6 +255,17 @@ def files() -> None:
     x = there(torch.randn(4))
     loaded = pickle.loads(pickle.dumps({"x": x, "p": nn.Parameter(x)}))
     assert type(loaded["x"]) is torch.Tensor and torch.equal(loaded["x"], home(x)) and isinstance(loaded["p"], nn.Parameter)
+    loss = pickle.loads(pickle.dumps(there(torch.ones(2, requires_grad=True)).sum()))
+    assert loss.item() == 2 and loss.requires_grad and loss.is_leaf  # as torch pickles what is no leaf
+    x.note = "kept"
+    assert pickle.loads(pickle.dumps(x)).note == "kept"
+    file = io.BytesIO()
+    torch.save([x.view(2, 2), x.view(2, 2)[1], x.view(2, 2).t().to(torch.complex64).conj()], file)
+    file.seek(0)
+    x, row, turned = torch.load(file)
+    assert turned.is_conj() and torch.equal(turned.real, x.t())
+    row.zero_()
+    assert not x[1].any(), "they lie over each other"
 
 
 def checkpoints(folder: str) -> None:
@@ -535,6 +560,7 @@ def functions() -> None:
             yield from torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x.cos()) * w[0])
         yield from torch.func.jvp(torch.sin, (x,), (move(torch.ones(5, 3)),))
         yield torch.func.jacfwd(lambda v: (v @ w).tanh())(x[0])
+        yield [each.tolist() for each in torch.func.jvp(lambda v: (v * v).cpu().sin(), (x,), (x.cos(),))]
         flat = move(torch.arange(60.0))
         for begin in (8, 20, 0):  # a tangent begins where its primal does
             yield from torch.func.jvp(torch.sin, (flat[begin : begin + 7],), (torch.ones_like(flat[:7]),))
@@ -783,11 +809,50 @@ def late_errors() -> None:
     with pytest.raises((IndexError, RuntimeError), match="index_select"):
         (y[:2] + found.to(places.device(W2))).cpu()
     same(y + x, home(y) + home(x))
+    for classes, text in (([0, 3], "smaller than num_classes"), ([0, -1], "non-negative")):
+        with pytest.raises(RuntimeError, match=text):
+            F.one_hot(there(torch.tensor(classes)), 3).cpu()
     with pytest.raises(RuntimeError, match=r"shape|size"):
         x @ there(torch.randn(4, 4))
     with pytest.raises(TypeError):
         x + "text"
     same(x + 1, home(x) + 1)
+
+
+def caught() -> None:
+    """What a matrix does not allow is caught at its line, and tried again."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x, added = move(-torch.eye(3)), 0.25
+        while True:
+            try:
+                yield torch.linalg.cholesky(x + added * torch.eye(3))
+                return
+            except torch.linalg.LinAlgError as error:
+                yield str(error)
+            added *= 2
+
+    both(program)
+
+
+def collectives() -> None:
+    """What a collective writes is at the worker afterwards, and in plain tensors beside."""
+    import torch.distributed as dist
+
+    x = there(torch.arange(4.0))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for gather in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single):
+            for given, into in ((x, torch.zeros(4)), (home(x), there(torch.zeros(4))), (x, there(torch.zeros(4), W2))):
+                gather(into, given)
+                assert (into + 1).tolist() == [1, 2, 3, 4], gather.__name__
+        listed = [there(torch.zeros(4))]
+        dist.all_gather(listed, x)
+        dist.all_reduce(listed[0], async_op=True).wait()
+        same(listed[0] + 1, torch.arange(1.0, 5))
+        refused(lambda: dist.recv(x, 0), "recv")
+    finally:
+        dist.destroy_process_group()
 
 
 def no_memory() -> None:
@@ -814,8 +879,8 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, no_memory,
-    graph_is_plain,
+    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
+    collectives, no_memory, graph_is_plain,
 )  # fmt: skip
 
 

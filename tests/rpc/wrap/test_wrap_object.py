@@ -226,6 +226,7 @@ def the_object() -> None:
     assert [name for name, _ in model.named_modules()] == names
     assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in model.parameters())
     assert next(model.parameters()).device == torch.device("cpu")
+    assert type(wrap(Net(), PLACEMENT)) is type(model)  # which ``torch.func.stack_module_state`` asks
     assert inspect.signature(model.forward) == inspect.signature(net.forward)
     assert "(a): Linear(in_features=20, out_features=20" in repr(model) and "20" in str(model.part.a.weight)
     assert model.get_submodule("part.a") is model.part.a and model.part.a.in_features == 20
@@ -326,8 +327,9 @@ def bad() -> None:
         with pytest.raises(ValueError, match=text):
             places.wrap(net, placement)
     assert all(type(p.data) is torch.Tensor for p in net.parameters())
-    with pytest.raises(rpc.NotSupported, match="no shape yet"):
-        places.wrap(nn.Sequential(nn.LazyLinear(3)), {"0": "worker1"})
+    for layers in ((nn.LazyLinear(3),), (nn.Linear(2, 2), nn.LazyLinear(3))):
+        with pytest.raises(rpc.NotSupported, match="no shape yet"):
+            places.wrap(nn.Sequential(*layers), {"0": "worker1"})
     for options in ({"chunks": 0}, {"chunks": 1 << 17}, {"outputs": "elsewhere"}):
         with pytest.raises(ValueError):
             places.wrap(nn.Sequential(nn.Linear(2, 2)), {"0": "worker1"}, **options)
@@ -405,14 +407,16 @@ def test_placements_at_any_depth(drive):
 
 def transformers_fast_path() -> None:
     """Attention in eval: where one process takes torch's fast path, the numbers are those; with a mask it makes nested tensors,
-    which are here."""
+    which are here, wherever the mask lies."""
     model, twin = both(lambda: nn.TransformerEncoder(_layer(), 3), {"layers.0": "worker1", "layers.1": "worker2"})
+    there = rpc.device("worker1")
     model.eval(), twin.eval()
     x = torch.randn(4, 10, 32)
     mask = torch.arange(10)[None] >= torch.tensor([10, 6, 10, 3])[:, None]
     for given in ({}, {"src_key_padding_mask": mask}):
         with torch.no_grad():
             assert_same(model(x, **given), twin(x, **given))
+            assert_same(model(x.to(there), **{name: each.to(there) for name, each in given.items()}), twin(x, **given))
         assert_same(model(x, **given), twin(x, **given))  # with gradients: the general path in both
 
 
