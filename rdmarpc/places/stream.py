@@ -28,7 +28,7 @@ import torch
 from ..base import forked, here
 from ..base.worker_info import WorkerInfo
 from ..calls import agent as _agent
-from ..transport import RdmaError, RemoteRegion, TransferTimeout, fresh
+from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, encode, load_error, loads
@@ -222,7 +222,8 @@ class Stream:
         self.forgotten = 0
         """How often the forms of calls, and so their numbers, were forgotten."""
         self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)
-        channel = self.channel = agent.channel(worker.name)
+        self.link = agent.connections.to(worker.number)
+        channel = self.channel = self.link.channel
         self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
         self._done_memory = channel.empty(64, dtype=torch.uint8).zero_()
         mirror = channel.empty(ring.RING_WORDS * ring.WORD, dtype=torch.uint8)
@@ -270,10 +271,13 @@ class Stream:
         words[0] |= len(words) << 8
         if self.closed is not None:
             self._refuse()
-        if self.urgent or len(self.dead) >= _FEW:
-            self._take_dead(words)
-        else:
-            self._ring.write(words)
+        try:
+            if self.urgent or len(self.dead) >= _FEW:
+                self._take_dead(words)
+            else:
+                self._ring.write(words)
+        except PeerLost as error:
+            raise fresh(self.link.why(error)) from None
 
     def replay(self, program: int, base: int, given: list[int], freed: list[tuple[Region, int, int]], operations: int) -> None:
         """Have a program run once more (``graphed.py``). ``freed``: places of what it frees."""
@@ -380,7 +384,7 @@ class Stream:
             self._await_answer()
             answered = _WORD.unpack_from(self._reply, 0)[0]
             if answered == ENDED:
-                self.closed, _ = load_error(self._replied()[1])
+                self.closed = self.link.why(load_error(self._replied()[1])[0])
                 self._refuse()
             if answered == number:
                 break
@@ -401,6 +405,8 @@ class Stream:
             try:
                 self._answers.wait(1.0)
                 return
+            except PeerLost as error:
+                raise fresh(self.link.why(error)) from None
             except TransferTimeout:
                 now = self._ring.done
                 if now != seen:
@@ -527,7 +533,16 @@ class Stream:
             for region in [each for regions in self._regions.values() for each in regions]:
                 region.landing = None
             self._regions.clear()
-            del self._ring, self._answers, self._reply, self._reply_memory, self._done_memory, self.agent, self.channel
+            del (
+                self._ring,
+                self._answers,
+                self._reply,
+                self._reply_memory,
+                self._done_memory,
+                self.agent,
+                self.channel,
+                self.link,
+            )
             gone = f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
             self.closed = self.closed or RuntimeError(gone)
 
