@@ -59,6 +59,8 @@ def hint_for(error: BaseException) -> str:
         number = errno.EMFILE
     if number == errno.EMFILE:
         return f"this process may have {open_files()} files open: raise the limit (ulimit -n)"
+    if "can't start new thread" in str(error):
+        return "this process, or its user, may have no more threads: raise the limit (ulimit -u; ulimit -v counts their stacks)"
     if number == errno.ENFILE:
         return "this host has too many files open (sysctl fs.file-max)"
     if number == errno.ENOMEM:
