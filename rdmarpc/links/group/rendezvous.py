@@ -157,8 +157,8 @@ class Rendezvous:
     def begin(self, name: str, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
         """The secret to open a device with (empty: that of this user on this host), and the host ids of all workers.
 
-        Raises ``RuntimeError`` if another process has our rank or came with another ``world_size``, what ``claim`` and ``agree`` raise, and as ``meet`` for who is
-        missing."""
+        Raises ``RuntimeError`` if another process has our rank, or came with another ``world_size``, what ``claim`` and
+        ``agree`` raise, and as ``meet`` for who is missing."""
         mine, secret = claim(name, self.rank, options)
         if restarted_by_launcher():
             lives = Restarts(self._store, self.world_size, mine)
