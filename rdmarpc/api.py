@@ -36,7 +36,7 @@ from .message import script as _script  # noqa: F401 (says how TorchScript trave
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug
-from .transport import PeerLost, RdmaError, hint_for, need_descriptors, timeouts
+from .transport import PeerLost, RdmaError, have_standard_streams, hint_for, need_descriptors, timeouts
 
 _DESCRIPTORS = 32
 """The file descriptors that a worker of a small group needs: for its store, its device, and one or two connections."""
@@ -69,6 +69,7 @@ def init_rpc(
     options = rpc_backend_options or RpcBackendOptions()
     options.validate()
     try:
+        have_standard_streams()
         need_descriptors(_DESCRIPTORS)
         with contextlib.ExitStack() as undo:
             agent = Agent(name, int(rank), world_size, options, undo)

@@ -41,6 +41,14 @@ def open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def have_standard_streams() -> None:
+    """Open the null device as each standard stream that this process was started without: what a library prints would else go
+    into memory, or to a peer, whose descriptor took that number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def need_descriptors(count: int) -> None:
     """Raise ``OSError`` if this process may not open ``count`` more files."""
     held: list[int] = []
