@@ -401,7 +401,8 @@ class Stream:
             self._await_answer()
             answered = _WORD.unpack_from(self._reply, 0)[0]
             if answered == ENDED:
-                self.closed = self.link.why(load_error(self._replied()[1])[0])
+                error, _ = load_error(self._replied()[1])
+                self.closed = self.link.why(error) if isinstance(error, PeerLost) else error
                 self._refuse()
             if answered == number:
                 break
