@@ -36,7 +36,7 @@ from .message import script as _script  # noqa: F401 (says how TorchScript trave
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug
-from .transport import PeerLost, RdmaError, hint_for, need_descriptors, timeouts
+from .transport import PeerLost, RdmaError, have_standard_streams, hint_for, need_descriptors, timeouts
 
 _DESCRIPTORS = 32
 """The file descriptors that a worker of a small group needs: for its store, its device, and one or two connections."""
@@ -63,28 +63,42 @@ def init_rpc(
     for value, kind in ((name, str), (rank, Integral), (world_size, Integral | None)):
         if not isinstance(value, kind):
             raise RuntimeError(f"Argument {value!r} must be of type {kind} but got type {type(value)}")
-    if _agent.found() is not None:
-        raise RuntimeError("RPC is already initialized")
+    if not _joining.acquire(blocking=False):
+        raise RuntimeError("RPC is already initialized, by another thread at this moment")
+    try:
+        if _agent.found() is not None:
+            raise RuntimeError("RPC is already initialized")
+        agent = _joined(name, int(rank), world_size, rpc_backend_options or RpcBackendOptions())
+        here.set_current(agent)
+    finally:
+        _joining.release()
+    agent.ready.set()
+    debug.listen_to_signal()
+    atexit.register(_end_with_the_interpreter, agent, os.getpid())
+    exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
+
+
+_joining = threading.Lock()
+os.register_at_fork(after_in_child=_joining._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def _joined(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
     WorkerInfo(name, 0)
-    options = rpc_backend_options or RpcBackendOptions()
     options.validate()
     try:
+        have_standard_streams()
         need_descriptors(_DESCRIPTORS)
         with contextlib.ExitStack() as undo:
-            agent = Agent(name, int(rank), world_size, options, undo)
+            agent = Agent(name, rank, world_size, options, undo)
             agent.timeline, agent.get_debug_info = timeline.for_run(agent), debug.debug_info
             undo.pop_all()
+        return agent
     except (OSError, RuntimeError, ImportError) as error:
         if not (hint := hint_for(error)):
             raise
         # What the error's frames hold (the store, the device) would live as long as the error.
         traceback.clear_frames(error.__traceback__)
         raise RdmaError(f"init_rpc failed for want of what the system gives: {error}", hint=hint) from error
-    here.set_current(agent)
-    agent.ready.set()
-    debug.listen_to_signal()
-    atexit.register(_end_with_the_interpreter, agent, os.getpid())
-    exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
 
 
 def _end_with_the_interpreter(agent: Agent, process: int) -> None:

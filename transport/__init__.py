@@ -56,7 +56,7 @@ from .memory.arena import PINNED_SEGMENT_BYTES, RINGS, SEGMENT_BYTES, SLOTS, Are
 from .nic import sysfs
 from .peers.address import where_to_listen
 from .peers.ended import nobody
-from .peers.guard import Guard, broken_by, hint_for, need_descriptors
+from .peers.guard import Guard, broken_by, have_standard_streams, hint_for, need_descriptors
 from .region import as_tensor
 from .sandboxed import processors
 from .shm.channel import runs as process_runs

@@ -84,7 +84,9 @@ def kept(error: E) -> E:
 def bare(error: E) -> E:
     """The error without the frames that it and its causes have passed."""
     link: BaseException | None = error
-    while link is not None:
+    passed: set[int] = set()
+    while link is not None and id(link) not in passed:  # a program may have made a circle of causes
+        passed.add(id(link))
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error

@@ -11,6 +11,7 @@ from typing import Any
 from .auto import AutoDevice
 from .device import Device, DeviceOptions
 from .errors import NotSupported
+from .peers.guard import have_standard_streams
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
 
@@ -94,6 +95,7 @@ def open_device(name: str = "shm", **options: Any) -> Device:
     docstring of ``channel``; ``tests/transport/contract/`` holds it against devices of any kind. Often a subclass of one of
     ours is all that is needed. The names of our kinds are taken.
     """
+    have_standard_streams()
     kind, _, place = name.partition("://")
     common = {key: options.pop(key) for key in _OPTIONS & options.keys()}
     return _factory(kind, name)(place, DeviceOptions(**common), **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -41,6 +41,19 @@ class Awaitable(torch.futures.Future[Any]):
             torch._C.Future.add_done_callback(self, tell)
             yield from arrived
         return self.wait()
+
+    def wait(self) -> Any:
+        """As torch's, which lets no signal handler run meanwhile."""
+        self.comes()
+        return super().wait()
+
+    def comes(self, timeout: float | None = None) -> bool:
+        """Sleep until it is done, for at most ``timeout`` seconds. Returns whether it is."""
+        if self.done():
+            return True
+        arrived = Event()
+        torch._C.Future.add_done_callback(self, lambda done: arrived.set())
+        return arrived.wait(timeout)
 
 
 def _arrive(arrived: asyncio.Future[None]) -> None:

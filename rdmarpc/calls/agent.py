@@ -254,7 +254,7 @@ class Agent:
         link = self._links.get(to.number)
         if link is None:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
-        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
+        limit = self.limit(timeout)
         if self.garbage:
             self.rrefs.collect()
         context = None
@@ -276,7 +276,7 @@ class Agent:
     ) -> Pending:
         """``start`` a call to a worker that has to be connected to first. Connecting takes of the call's time, but has at least
         ``_CONNECT_S``, so that a call with less time is made too."""
-        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
+        limit = self.limit(timeout)
         begun = time.monotonic()
         try:
             self.connections.to(to.number, begun + max(limit, _CONNECT_S) if limit else None)
@@ -289,6 +289,13 @@ class Agent:
         if pending.deadline is not None:
             pending.deadline -= spent
         return pending
+
+    def limit(self, timeout: float) -> float:
+        """The seconds that a call with this argument ``timeout`` has: 0 for no limit; what is negative has passed already."""
+        if timeout == -1.0:
+            return self.rpc_timeout
+        found = timeouts.seconds(timeout)
+        return found if found >= 0 else _PASSED_S
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call a function and wait for its result. ``control``: the call is our own, not counted as a user's."""
@@ -514,12 +521,6 @@ def _tell_end(links: Links, worker: int, context: int) -> None:
     link = links.by_worker.get(worker)
     if link is not None:  # else lost, and its part with it
         tell(link, ENDED, context)
-
-
-def _seconds(timeout: float) -> float:
-    """A call's own limit: 0 for none, and what is negative has passed already."""
-    found = timeouts.seconds(timeout)
-    return found if found >= 0 else _PASSED_S
 
 
 # Typed for the rooms above, which may know all of the agent.

@@ -492,6 +492,7 @@ class Callee:
         self.release(link, call)  # of an answer that could not be sent
         if self.rrefs.closed:
             return  # it may have failed because we leave: the end of the link says so
+        error = errors.readable(error)
         payload, text = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
         if not control:

@@ -52,6 +52,15 @@ def dump(error: BaseException, me: WorkerInfo) -> tuple[bytes, str]:
     return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5), text
 
 
+def readable(error: BaseException) -> BaseException:
+    """The error; in place of one whose own attributes raise when they are read, a ``RuntimeError`` that says so."""
+    try:
+        error.args, error.__dict__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018
+        return error
+    except BaseException as reason:
+        return RuntimeError(f"{type(error).__name__} (its attributes cannot be read: {type(reason).__name__})")
+
+
 def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
     name, text, kind, whole = permits.loads(payload)

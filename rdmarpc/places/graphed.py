@@ -561,9 +561,17 @@ class Program:
                 with event.stream.lock:
                     call.places[event.made] = (*event.stream.place(event.source, nbytes), nbytes)
                 event.source.count_move()
+            posts = []
             for stream, program, part in run.programs:
                 given, freed = [call.given(each) for each in part.values], [call.places[number] for number in part.freed]
-                stream.replay(program.name, call.base, given, freed, part.operations)
+                posts.append((stream, program.name, given, freed, part.operations))
+            for at, (stream, name, given, freed, operations) in enumerate(posts):
+                try:
+                    stream.replay(name, call.base, given, freed, operations)
+                except BaseException:
+                    for late, name, given, freed, _ in posts[at:] if at else ():
+                        late.owe([ring.REPLAY, name, call.base, *given], freed)
+                    raise
 
     def _found(self, word: tuple[Any, ...], call: Call) -> int:
         return call.base + word[1] if word[0] == "made" else call.given(word)

@@ -28,7 +28,7 @@ import torch
 from ..base import forked, here
 from ..base.worker_info import WorkerInfo
 from ..calls import agent as _agent
-from ..transport import RdmaError, RemoteRegion, TransferTimeout, fresh
+from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
 from .geometry import Geometry, bare, dressed, geometry, over, room
 from .plain import dump, encode, load_error, loads
@@ -203,7 +203,8 @@ class Stream:
         self.timeout = agent.rpc_timeout
         self.key = uuid.uuid4().hex
         self.lock = threading.RLock()
-        self.dead: deque[int | tuple[int, tuple[Region, int, int]]] = deque()
+        self.dead: deque[int | list[int] | tuple[int, tuple[Region, int, int]]] = deque()
+        """Names that have died, and places; what is ``due``; and messages that are owed (``owe``)."""
         self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
         """Forms of calls, by the grad mode, which some kernels ask for: those under the autocast of ``state``."""
         self._known: dict[Any, Any] = {None: self.known}
@@ -222,7 +223,8 @@ class Stream:
         self.forgotten = 0
         """How often the forms of calls, and so their numbers, were forgotten."""
         self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)
-        channel = self.channel = agent.channel(worker.name)
+        self.link = agent.connections.to(worker.number)
+        channel = self.channel = self.link.channel
         self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
         self._done_memory = channel.empty(64, dtype=torch.uint8).zero_()
         mirror = channel.empty(ring.RING_WORDS * ring.WORD, dtype=torch.uint8)
@@ -270,10 +272,20 @@ class Stream:
         words[0] |= len(words) << 8
         if self.closed is not None:
             self._refuse()
-        if self.urgent or len(self.dead) >= _FEW:
-            self._take_dead(words)
-        else:
-            self._ring.write(words)
+        try:
+            if self.urgent or len(self.dead) >= _FEW:
+                self._take_dead(words)
+            else:
+                self._ring.write(words)
+        except PeerLost as error:
+            raise fresh(self.link.why(error)) from None
+
+    def owe(self, words: list[int], places: list[tuple[Region, int, int]]) -> None:
+        """Have a message posted before anything else, by whoever has the lock next, and free these places after it: its own
+        post has failed, and workers count copies by it and by what another stream was given."""
+        words[0] |= len(words) << 8  # as ``put`` may have done
+        self.dead.extend([words, *[(0, place) for place in places]])
+        self.urgent = True
 
     def replay(self, program: int, base: int, given: list[int], freed: list[tuple[Region, int, int]], operations: int) -> None:
         """Have a program run once more (``graphed.py``). ``freed``: places of what it frees."""
@@ -290,21 +302,30 @@ class Stream:
         raise fresh(error) if isinstance(error, RdmaError) else type(error)(*error.args)
 
     def _take_dead(self, words: list[int]) -> None:
-        """Post the message and the names that have died."""
+        """Post what is owed, the message, and the names that have died. Where that cannot be, they stay to be posted."""
         self.urgent = False
-        names, places = [ring.FREE], []
-        with contextlib.suppress(IndexError):
-            while len(names) < 4096:
-                dead = self.dead.popleft()
-                if isinstance(dead, tuple):
-                    names.append(dead[0])
-                    places.append(dead[1])
-                elif dead < 0:
-                    words = [2 << 8 | ring.RESET, -dead, *words]
-                else:
-                    names.append(dead)
-        names[0] |= len(names) << 8
-        self._ring.write(words + names if len(names) > 1 else words)
+        owed: list[int] = []
+        names, places, taken = [ring.FREE], [], []
+        try:
+            with contextlib.suppress(IndexError):
+                while len(names) < 4096:
+                    dead = self.dead.popleft()
+                    taken.append(dead)
+                    if isinstance(dead, tuple):
+                        names.append(dead[0])
+                        places.append(dead[1])
+                    elif isinstance(dead, list):
+                        owed += dead
+                    elif dead < 0:
+                        owed += 2 << 8 | ring.RESET, -dead
+                    else:
+                        names.append(dead)
+            names[0] |= len(names) << 8
+            self._ring.write([*owed, *words, *names] if len(names) > 1 else [*owed, *words])
+        except BaseException:
+            self.dead.extendleft(reversed(taken))
+            self.urgent = True
+            raise
         position = self._ring.written
         for region, offset, nbytes in places:
             region.free(position, offset, nbytes)
@@ -380,7 +401,8 @@ class Stream:
             self._await_answer()
             answered = _WORD.unpack_from(self._reply, 0)[0]
             if answered == ENDED:
-                self.closed, _ = load_error(self._replied()[1])
+                error, _ = load_error(self._replied()[1])
+                self.closed = self.link.why(error) if isinstance(error, PeerLost) else error
                 self._refuse()
             if answered == number:
                 break
@@ -401,6 +423,8 @@ class Stream:
             try:
                 self._answers.wait(1.0)
                 return
+            except PeerLost as error:
+                raise fresh(self.link.why(error)) from None
             except TransferTimeout:
                 now = self._ring.done
                 if now != seen:
@@ -527,7 +551,16 @@ class Stream:
             for region in [each for regions in self._regions.values() for each in regions]:
                 region.landing = None
             self._regions.clear()
-            del self._ring, self._answers, self._reply, self._reply_memory, self._done_memory, self.agent, self.channel
+            del (
+                self._ring,
+                self._answers,
+                self._reply,
+                self._reply_memory,
+                self._done_memory,
+                self.agent,
+                self.channel,
+                self.link,
+            )
             gone = f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
             self.closed = self.closed or RuntimeError(gone)
 
@@ -541,7 +574,13 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
             number, name = target.tell_meta(meta), next(names) << 20
             region, offset = target.place(source, nbytes)
         source.post([ring.SEND, storage.name, at, source.tell_meta(meta), region.number, offset, shift])
-        target.post([ring.LAND, name, number, region.number, offset, shift])
+        land = [ring.LAND, name, number, region.number, offset, shift]
+        try:
+            target.post(land)
+        except BaseException:
+            target.owe(land, [(region, offset, nbytes)])
+            target.dead.append(name)
+            raise
     source.count_move()
     made = Storage(target, name, shape.span * shape.dtype.itemsize, (region, offset, nbytes))
     for each in observing.observers:

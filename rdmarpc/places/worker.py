@@ -163,7 +163,7 @@ class Runner:
     """One stream. ``open`` begins its thread; ``stop`` may be called by any thread."""
 
     def __init__(self, agent: Agent, caller: str, device: torch.device) -> None:
-        self.channel, self.device = agent.serving(caller), device
+        self.channel, self.device, self._me = agent.serving(caller), device, agent.name
         self._serving, self._reaching = agent.serving, agent.channel
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
@@ -359,7 +359,7 @@ class Runner:
             kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, channel.port)
             self._tell()
             if self.stopped:
-                raise PeerLost("the stream ends", peer=self.channel.peer)
+                raise PeerLost(f"worker {self._me} leaves", peer=self._me)
             self.channel.check()
             return
         self._run_entry(entry)
@@ -704,7 +704,7 @@ class Runner:
         while kernels.load(record) < target:
             if kernels.wait_count(record, target, kernels.SPIN, kernels.SLICE_NS, channel.port) != kernels.OK:
                 if self.stopped:
-                    raise PeerLost("the stream ends", peer=self.channel.peer)
+                    raise PeerLost(f"worker {self._me} leaves", peer=self._me)
                 self.channel.check()
                 if channel.error is not None:
                     self._fail(channel.error)

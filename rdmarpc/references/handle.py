@@ -20,7 +20,7 @@ from ..internal import taken_apart
 from ..links.frames import CONTROL
 from ..message import serialize
 from ..message.incoming import landed_reference
-from ..transport import PeerLost, bare, fresh
+from ..transport import PeerLost, TransferTimeout, bare, fresh
 from .forks import Created, Fork
 from .proxy import Proxy, call_of
 from .store import id_text
@@ -78,8 +78,8 @@ class RRef(Generic[T]):
     # -- the value
 
     def to_here(self, timeout: float = -1.0) -> T:
-        """The value: on the owner the object itself, elsewhere a copy that is fetched now. Waits until the value exists,
-        elsewhere for at most ``timeout`` seconds (-1 = the default, 0 = no limit). Raises the exception of the function that
+        """The value: on the owner the object itself, elsewhere a copy that is fetched now. Waits until the value exists, for at
+        most ``timeout`` seconds (-1 = the default, 0 = no limit). Raises the exception of the function that
         was to make the value, ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given
         up.
 
@@ -87,6 +87,9 @@ class RRef(Generic[T]):
         passes of torch over it also run at the owner, from the value into ``.grad``."""
         check(self, "call to_here() on it")
         if self.is_owner():
+            limit = self._agent.limit(timeout)
+            if not self._agent.rrefs.future(self._fork.rref).comes(limit or None):
+                raise TransferTimeout(f"RPCErr:1:nobody has made the value of {self} within {limit:g} s", peer=self._agent.name)
             return self.local_value()
         pending = ask(self, _fetch, (self._fork.rref,), None, timeout, CONTROL)
         if pending.link is None:

@@ -41,6 +41,14 @@ def open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def have_standard_streams() -> None:
+    """Open the null device as each standard stream that this process was started without: what a library prints would else go
+    into memory, or to a peer, whose descriptor took that number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def need_descriptors(count: int) -> None:
     """Raise ``OSError`` if this process may not open ``count`` more files."""
     held: list[int] = []
@@ -59,6 +67,8 @@ def hint_for(error: BaseException) -> str:
         number = errno.EMFILE
     if number == errno.EMFILE:
         return f"this process may have {open_files()} files open: raise the limit (ulimit -n)"
+    if "can't start new thread" in str(error):
+        return "this process, or its user, may have no more threads: raise the limit (ulimit -u; ulimit -v counts their stacks)"
     if number == errno.ENFILE:
         return "this host has too many files open (sysctl fs.file-max)"
     if number == errno.ENOMEM:

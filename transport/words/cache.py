@@ -130,14 +130,15 @@ def _usual(source: str) -> Path:
     beside = Path(source).absolute().parent
     own = f"{beside.name}-{hashlib.sha256(str(beside).encode()).hexdigest()[:16]}"
     chosen = os.environ.get("RDMARPC_CACHE_DIR")
-    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rdmarpc"
-    for place in [Path(chosen) / own] if chosen else [beside / "__pycache__", users / own]:
-        if not _writable(place):
+    # Relative where nobody knows of a home, as for a container's user without a name.
+    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "rdmarpc", own)
+    for place in [Path(chosen, own).absolute()] if chosen else [beside / "__pycache__", users]:
+        if not (place.is_absolute() and _writable(place)):
             continue
         if place.parent == beside:
             _check_beside(place, beside)
         else:
-            _check_path(place.absolute())
+            _check_path(place)
         return place
     raise PermissionError("no cache directory can be written to")
 

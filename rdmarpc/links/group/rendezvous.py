@@ -56,6 +56,8 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
         store, size = dist._create_store_from_options(options, rank), 0
         if scheme == "env":
             rank = int(os.environ.get("RANK", rank))
+    if size and rank not in range(size):
+        raise ValueError(f"rank {rank} is none of world_size {size}: the ranks are 0 to {size - 1}")
     store.set_timeout(limit)
     kind = b"static" if size else b"dynamic"
     try:
@@ -155,14 +157,17 @@ class Rendezvous:
     def begin(self, name: str, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
         """The secret to open a device with (empty: that of this user on this host), and the host ids of all workers.
 
-        Raises ``RuntimeError`` if another process has our rank, what ``claim`` and ``agree`` raise, and as ``meet`` for who is
-        missing."""
+        Raises ``RuntimeError`` if another process has our rank, or came with another ``world_size``, what ``claim`` and
+        ``agree`` raise, and as ``meet`` for who is missing."""
         mine, secret = claim(name, self.rank, options)
         if restarted_by_launcher():
             lives = Restarts(self._store, self.world_size, mine)
             self._until(lives.agreed, lambda: lives.missing)
             self._prefix = f"{self._prefix}/{lives.number}"
             self._store = dist.PrefixStore(str(lives.number), self._store)
+        size = int(self._first("size", str(self.world_size)))
+        if size != self.world_size:
+            raise RuntimeError(f"rank {self.rank} came with world_size {self.world_size}, another worker with {size}")
         first = Claim.load(self._first(f"host/{self.rank}", mine.dump()))
         if first != mine:
             raise RuntimeError(f"rank {self.rank} is taken by {first.name}{_since(first, mine)}")

@@ -45,6 +45,14 @@ class Silent(Exception):
         raise RuntimeError("no text")
 
 
+class Closed(Exception):
+    """Nobody can look at it."""
+
+    @property
+    def args(self):
+        raise RuntimeError("no arguments")
+
+
 class Unreadable(Exception):
     """Is pickled, but ends the reader's interpreter if that lets it."""
 
@@ -126,6 +134,9 @@ def kinds(rank):
             with pytest.raises(Silent) as caught:
                 call()
             assert "in raise_it" in str(caught.value.__cause__)
+        for call in calls(raise_it, Closed):
+            with pytest.raises(RuntimeError, match=r"Closed \(its attributes cannot be read: RuntimeError\)"):
+                call()
         for call in calls(raise_it, Unreadable):
             with pytest.raises(Exception, match="Unreadable"):
                 call()

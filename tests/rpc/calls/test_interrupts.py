@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import filelock
@@ -90,6 +91,29 @@ def alarmed(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_alarms_at_any_moment_leave_nothing_half_done(device):
     results(run_group(alarmed, transport=device))
+
+
+def waited_for(rank):
+    """What is waited for comes when it is let go, and not before."""
+    if rank == 0:
+        signal.signal(signal.SIGALRM, raise_timeout)
+        ours, theirs = rpc.remote("worker0", held, ("ours",)), rpc.rpc_async("worker1", held, ("theirs",))
+        all_of_them = partial(torch.futures.wait_all, [theirs])
+        for wait in (ours.to_here, ours.local_value, all_of_them, torch.futures.collect_all([theirs]).wait):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(TimeoutError):
+                wait()
+        with pytest.raises(rpc.TransferTimeout, match="nobody has made the value"):
+            ours.to_here(timeout=0.05)
+        let_go("ours")
+        rpc.rpc_sync("worker1", let_go, ("theirs",))
+        ours.to_here()
+        all_of_them()
+    rpc.shutdown()
+
+
+def test_every_wait_ends_by_an_alarm_and_the_next_has_the_value():
+    results(run_group(waited_for))
 
 
 def handled(rank):

@@ -134,8 +134,21 @@ def by_another_one(meeting):
     rpc.rpc_sync(to, never, (meeting.rank,))
 
 
+def in_a_step(meeting):
+    """Their tensors lie at worker 1."""
+    if meeting.rank == 1:
+        meeting.hear("waits/0", "waits/2")
+        raise ValueError("the first cause")
+    x = torch.ones(3).to(rpc.device("worker1"))
+    meeting.say(f"waits/{meeting.rank}")
+    while x.sum().item() == 3:
+        pass
+
+
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("scenario", [in_main, while_others_shut_down, with_a_slow_reader, in_a_finally, by_another_one])
+@pytest.mark.parametrize(
+    "scenario", [in_main, in_a_step, while_others_shut_down, with_a_slow_reader, in_a_finally, by_another_one]
+)
 def test_the_others_name_it(tmp_path, device, scenario):
     codes, outs = _run(tmp_path, scenario, device)
     assert codes == [1, 1, 1], outs

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -56,6 +58,21 @@ def again(rank):
 
 def test_second_init():
     results(run_group(again))
+
+
+def by_two_threads(meeting):
+    def join(_):
+        with suppress(RuntimeError):
+            meeting.join(world_size=2)
+            return "joined"
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(join, range(3))).count("joined") == 1
+    again(meeting.rank)
+
+
+def test_of_several_threads_that_join_one_does():
+    results(run_group(by_two_threads, dynamic=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -150,6 +150,27 @@ def test_a_worker_begins_again_before_the_store_of_the_life_before_has_ended():
     results(run_group(begins_again_before_the_store_ends, 2, dynamic=True, **place("tcp")))
 
 
+def of_another_size(meeting):
+    """Worker 2 takes the group for a larger one, or itself for one beyond it; the others meet."""
+    if meeting.rank == 2:
+        with pytest.raises(ValueError, match="rank 5 is none of world_size 2: the ranks are 0 to 1"):
+            meeting.join(name="beyond", rank=5, world_size=2)
+        meeting.hear("called/0", "called/1")
+        with pytest.raises(RuntimeError, match="rank 0 came with world_size 1, another worker with 2"):
+            meeting.join(name="alone", rank=0, world_size=1)
+        meeting.say("refused")
+        return "refused"
+    meeting.join(world_size=2)
+    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (1,)) == 1
+    meeting.say(f"called/{meeting.rank}")
+    meeting.hear("refused")
+    return calls(meeting.rank)
+
+
+def test_a_worker_that_takes_the_group_for_another_one():
+    assert results(run_group(of_another_size, 3, dynamic=True)) == ["fine", "fine", "refused"]
+
+
 def many_lives(meeting):
     for life in range(8):
         meeting.join(world_size=3)

@@ -8,6 +8,10 @@ import sys
 
 import ports
 import pytest
+import torch
+from group import results, run_group
+
+import rdmarpc as rpc
 
 PROGRAM = """
 import gc, os, resource, sys, tempfile, threading, time
@@ -87,3 +91,16 @@ def test_too_few_descriptors_are_a_named_error_at_every_step(transport: str, gro
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout.split()[-1]) >= 7
+
+
+def without_streams(meeting):
+    os.closerange(0, 3)
+    meeting.join(world_size=2)
+    for fd in range(3):
+        assert os.write(fd, b"what a library prints") and os.stat(fd).st_rdev == os.stat(os.devnull).st_rdev
+    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", torch.add, (torch.ones(3), 1)).tolist() == [2, 2, 2]
+    rpc.shutdown()
+
+
+def test_what_is_printed_without_standard_streams_goes_nowhere() -> None:
+    results(run_group(without_streams, 2, dynamic=True))

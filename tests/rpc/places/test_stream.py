@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from group import results, run_group
+from halt import halt
 from standing_group import StandingGroup
 from torch import nn
 
@@ -349,3 +354,37 @@ def test_what_crosses_is_made_where_it_is_sent_from():
         group.run(made_where_it_is_sent_from)
     finally:
         group.end()
+
+
+def counted(graphed: bool, rank: int) -> None:
+    """Worker 1 sends to worker 2, whose ring is full: what it was to take of that is taken later, and copies stay in step."""
+    if rank == 0:
+        first, last = (rpc.rpc_sync(f"worker{each}", os.getpid) for each in (1, 2))
+        source, there = torch.arange(8.0).to(rpc.device("worker1")), rpc.device("worker2")
+
+        (source[:1] + 1).to(there)  # there is a stream from now on
+        target = next(each for each in streams() if each.worker == "worker2")
+        move = rpc.graphed(lambda x: (x + 1).to(there)) if graphed else lambda x: at_place(x + 1, target)
+        kept = [move(source) for _ in range(9)]
+        try:
+            halt(last)
+            with pytest.raises(rpc.TransferTimeout, match="has not run anything"):
+                while True:
+                    kept.append(move(source))
+            os.kill(last, signal.SIGCONT)
+            kept[-1].cpu()
+            halt(first)
+            wake = threading.Timer(0.5, os.kill, (first, signal.SIGCONT))
+            wake.start()
+            assert torch.equal(move(source + 1).cpu(), torch.arange(8.0) + 2)
+            wake.join()
+            assert all(torch.equal(each.cpu(), torch.arange(8.0) + 1) for each in kept[-9:])
+        finally:
+            for pid in (first, last):
+                os.kill(pid, signal.SIGCONT)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["posted", "graphed"])
+def test_a_copy_that_was_posted_to_one_of_its_ends_only(graphed):
+    results(run_group(partial(counted, graphed), 3, rpc_timeout=2, peer_timeout=30))

@@ -24,6 +24,7 @@ from rdmarpc.transport.words.symbols import i64
 
 _SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
 _NOBODY = pwd.getpwnam("nobody").pw_uid
+_NAMELESS = 4_000_000
 _TINY = 1000  # bytes: less than any file of the cache
 
 
@@ -40,6 +41,8 @@ def _import(folder, user, limit, pipe):
     """In a process of its own, as ``user``: import the kernels, use one, and say what was said and where they came from."""
     try:
         os.environ.update(HOME=f"{folder}/home", XDG_CACHE_HOME=f"{folder}/home/.cache")
+        if user == _NAMELESS:
+            del os.environ["HOME"], os.environ["XDG_CACHE_HOME"]
         os.environ.pop("RDMARPC_CACHE_DIR", None)
         tempfile.tempdir = f"{folder}/tmp"
         os.chdir("/")
@@ -91,20 +94,21 @@ def _run(folder, user=_NOBODY, limit=0):
     return said, found
 
 
-def _private(folder):
-    return folder / "tmp" / f"rdmarpc-{_NOBODY}"
+def _private(folder, user=_NOBODY):
+    return folder / "tmp" / f"rdmarpc-{user}"
 
 
 def _kept(path):
     return list(path.rglob("*.kernels"))
 
 
-def test_no_folder_can_be_written_to_but_the_temporary_one(place):
-    said, _ = _run(place)
+@pytest.mark.parametrize("user", [_NOBODY, _NAMELESS], ids=["no folder", "no home"])
+def test_no_folder_can_be_written_to_but_the_temporary_one(place, user):
+    said, _ = _run(place, user)
     assert [level for level, _ in said] == ["INFO"], said
-    assert _private(place).stat().st_mode & 0o777 == 0o700
-    assert len(_kept(_private(place))) == 1
-    assert _run(place)[1], "the second process compiled again"
+    assert _private(place, user).stat().st_mode & 0o777 == 0o700
+    assert len(_kept(_private(place, user))) == 1
+    assert _run(place, user)[1], "the second process compiled again"
 
 
 @pytest.mark.parametrize("limit", [0, _TINY], ids=["no folder", "no space"])
