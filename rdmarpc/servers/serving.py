@@ -129,7 +129,7 @@ def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
 def why(model: str) -> bytes:
     """Called at a server: the error that ended it, as ``calls/errors`` has it; empty if there is none."""
     error = _find(model).error
-    return b"" if error is None else errors.dump(error, _agent.current().me)[0]
+    return b"" if error is None else errors.dump(error, _agent.current().me)
 
 
 def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = "") -> None:

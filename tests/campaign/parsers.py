@@ -188,7 +188,7 @@ def _errors() -> list[bytes]:
         try:
             raise error
         except Exception as raised:
-            found.append(errors.dump(raised, WorkerInfo("worker1", 1))[0])
+            found.append(errors.dump(raised, WorkerInfo("worker1", 1)))
     return found
 
 
