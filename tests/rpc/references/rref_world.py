@@ -76,7 +76,7 @@ class World:
     def actions(self):
         """All that may happen next, in a fixed order."""
         found = []
-        for index, (kind, sender, *_) in enumerate(self.network):
+        for index, (_, sender, *_) in enumerate(self.network):
             found.append(("deliver", index))
             if sender in self.dead:
                 found.append(("lose", index))

@@ -91,7 +91,7 @@ def receive(call, references):
 
 def load(rank):
     """Random calls, until ``SENDS`` references have been sent. Gives the calls made."""
-    faults = Faults(rank)
+    Faults(rank)
     chooser = random.Random(1000 + rank)
     calls = itertools.count(rank, SIZE)
     numbers = itertools.count(rank, SIZE)
