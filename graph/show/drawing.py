@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from ...transport import NotSupported
 from .records import Crossing, WorkerRecord
@@ -36,7 +37,7 @@ def draw(crossings: Sequence[Crossing], workers: Sequence[WorkerRecord], path: s
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(-width / 2, width * (len(boxes) - 0.5)), ylim=(bottom, top))
     axes.axis("off")
-    text = {"family": "DejaVu Sans", "fontsize": _POINTS, "ha": "center", "va": "bottom"}
+    text: dict[str, Any] = {"family": "DejaVu Sans", "fontsize": _POINTS, "ha": "center", "va": "bottom"}
     for name, lines in boxes.items():
         axes.vlines(columns[name], bottom, 0, color=_QUIET, linewidth=0.8)
         box = {"boxstyle": "round,pad=0.6", "facecolor": _BOX, "edgecolor": _QUIET}
