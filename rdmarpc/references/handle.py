@@ -341,17 +341,32 @@ _fetch._carries_context = True  # type: ignore[attr-defined]
 _fetch._asked_by = "to_here"  # type: ignore[attr-defined]
 
 
-def _backward(rref: int, context_id: int, retain_graph: bool) -> bytes | None:
-    """Run the backward pass of a value here. ``None``, or the packed error of the pass."""
+def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
+    """Run the backward pass of a value here. The future's value is ``None`` or the packed error."""
     agent = here.current()
-    root = referenced_scalar(agent.rrefs.future(rref).wait())
-    # Not before: it is the call that made the value which may have brought the context.
-    context = agent.contexts.find(context_id)
-    try:
-        waves.backward(agent, context, [root], retain_graph)
-    except Exception as error:
-        return grad_error.dump(error)
-    return None
+    done: torch.futures.Future[bytes | None] = torch.futures.Future()
+
+    value = agent.rrefs.future(rref)
+
+    def begin(_: torch.futures.Future[Any]) -> None:
+        try:
+            root = referenced_scalar(value.value())
+            # Not before: it is the call that made the value which may have brought the context.
+            context = agent.contexts.find(context_id)
+            run = waves.Unattended(agent, context, [root], retain_graph)
+            run.future.add_done_callback(tell)
+        except Exception as error:
+            fail(done, bare(error))
+
+    def tell(ended: torch.futures.Future[Exception | None]) -> None:
+        error = ended.value()
+        done.set_result(None if error is None else grad_error.dump(error))
+
+    value.add_done_callback(begin)
+    return done
+
+
+_backward._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
 
 
 def _bring(handles: list[RRef[Any]], retain_graph: bool, gradients: list[torch.Tensor]) -> None:
