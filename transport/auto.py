@@ -139,16 +139,11 @@ class AutoDevice(Device):
 
     def arrived(self) -> None:
         """See ``Registrations`` of ``verbs``."""
-        verbs: Any = self.devices.get("verbs")
-        if verbs is not None:
-            verbs.local.arrived()
+        verbs: Any = self.devices["verbs"]
+        verbs.local.arrived()
 
     def poller(self) -> Poller:
-        if "verbs" not in self.devices:
-            return super().poller()
-        from .verbs.gpu import FlushedPoller
-
-        return FlushedPoller(self.memory, self.port, self.arrived)
+        return Poller(self.memory, self.port, self.arrived if "verbs" in self.devices else None)
 
     # -- choosing
 

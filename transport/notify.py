@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,12 @@ class Expectation:
     Notifications are counted and order-free: those that came before the wait count too. One thread at a time.
     """
 
-    __slots__ = ("_channel", "_count", "_record", "count", "imm")
+    __slots__ = ("_arrived", "_channel", "_count", "_record", "count", "imm")
 
-    def __init__(self, channel: Any, imm: int, count: int, state: Count) -> None:
+    def __init__(self, channel: Any, imm: int, count: int, state: Count, arrived: Callable[[], None] | None = None) -> None:
+        """``arrived`` is called when ``wait`` returns, so that GPUs see the data that came before."""
         self.imm, self.count = imm, count
-        self._channel, self._count, self._record = channel, state, state.record
+        self._channel, self._count, self._record, self._arrived = channel, state, state.record, arrived
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -68,6 +70,8 @@ class Expectation:
         if kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port) != kernels.OK:
             self._wait_on(target, timeout, time.monotonic() - kernels.SLICE_NS / 1e9)
         state.consumed = target
+        if self._arrived is not None:
+            self._arrived()
 
     @interruptible()
     def _wait_on(self, target: int, timeout: float | None, begin: float) -> None:
@@ -115,10 +119,11 @@ class Poller:
     KICK = 0
     """The row that ``kick`` announces."""
 
-    def __init__(self, memory: Memory, port: int) -> None:
+    def __init__(self, memory: Memory, port: int, arrived: Callable[[], None] | None = None) -> None:
         """``memory``: that of the channels' devices. ``port``: address of the port that a waiting thread polls
-        (``Device.port``)."""
-        self._memory, self.port = memory, port
+        (``Device.port``). ``arrived`` is called before a notification is returned, so that GPUs see the data that came
+        before."""
+        self._memory, self.port, self._arrived = memory, port, arrived
         self.bell = memory.take_bell()
         self.bell_address = memory.bells + self.bell * BELL_BYTES
         # Private memory: the kick record, and the nil record that a dropped row watches for ever.
@@ -183,14 +188,19 @@ class Poller:
             limit = max(0, min(kernels.SLICE_NS, left))
             found = kernels.wait_any(self.address, self.rows, self.bell_address, 0, 0, kernels.SPIN, limit, self.port)
             if found >= 0:
-                return found >> 32, found & 0xFFFFFFFF
+                return self._found(found)
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 
     def take(self) -> tuple[int, int] | None:
         """As ``wait``, for news that are here already: a microsecond, no system call. Only for the thread that waits."""
         found = kernels.take_any(self.address, self.rows, self.port)
-        return (found >> 32, found & 0xFFFFFFFF) if found >= 0 else None
+        return self._found(found) if found >= 0 else None
+
+    def _found(self, found: int) -> tuple[int, int]:
+        if self._arrived is not None:
+            self._arrived()
+        return found >> 32, found & 0xFFFFFFFF
 
     def kick(self) -> None:
         """Make ``wait`` return row ``KICK``. Any thread, any time."""

@@ -206,7 +206,7 @@ class Agent:
             "rpc_messages": sent,
             "rpc_calls": requests,
             "rpc_reads": reads,
-            "rpc_failures": self.callee.failures.count,
+            "rpc_failures": self.callee.failures.total,
             "rpc_queued": queued,
             "rpc_dropped": dropped + self.callee.dropped,
             "rpc_held": held,

@@ -62,7 +62,7 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..references.forks import Fork
-from ..transport import Device, PeerLost, RdmaError, RemoteRegion
+from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
 from . import errors, profiled
 from .handover import Handovers, sole_block
 
@@ -121,7 +121,8 @@ class Callee:
         self.dropped = 0
         """Answers that came too late for a peer that was lost."""
         self.handovers = Handovers(device)
-        self.failures = errors.Failures()
+        self.failures = Guard("rdmarpc")
+        """Logs the requests that fail."""
         self.refused_grants = 0
         """Landing places given back by a worker that does not hold them."""
         self.forked = False
@@ -493,10 +494,10 @@ class Callee:
         if self.rrefs.closed:
             return  # it may have failed because we leave: the end of the link says so
         error = errors.readable(error)
-        payload, text = errors.dump(error, self.me)
+        payload = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
         if not control:
-            self.failures.tell(error, text)
+            errors.tell(self.failures, error)
         if rref is not None:
             # The creator learns that the reference exists; a fetch of the value raises the error.
             error = errors.ordinary(error)

@@ -1,6 +1,6 @@
 """How an exception of a function crosses: with its type, its text and the remote traceback.
 
-What goes out is a text (which the callee logs too: ``Failures``) and, each pickled by itself so that one that cannot be
+What goes out is a text (the callee logs the error too: ``tell``) and, each pickled by itself so that one that cannot be
 read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
 
 1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
@@ -11,11 +11,9 @@ read back spoils nothing else, the type and the exception. The caller rebuilds, 
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import sys
-import threading
 import traceback
 from types import TracebackType
 
@@ -24,21 +22,17 @@ import torch
 from ..base.worker_info import WorkerInfo
 from ..message import permits
 from ..message.script import ScriptError
-from ..transport import for_others
+from ..transport import Guard, for_others
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
 )
 _OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
-_KINDS = 1000
-"""The number of kinds that are counted one by one. All further ones are counted as one kind."""
-_OTHERS = "others", "functions of many kinds"
 
 
-def dump(error: BaseException, me: WorkerInfo) -> tuple[bytes, str]:
-    """The payload of an ``ERROR``, and for people its type, text and traceback. Raises nothing, whatever the exception's own
-    methods do. ``SystemExit`` and ``KeyboardInterrupt`` of a function become ``RuntimeError`` for the caller, which they must
-    not end."""
+def dump(error: BaseException, me: WorkerInfo) -> bytes:
+    """The payload of an ``ERROR``. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and
+    ``KeyboardInterrupt`` of a function become ``RuntimeError`` for the caller, which they must not end."""
     error = for_others(error, me.name)
     name = type(error).__name__
     try:
@@ -47,9 +41,9 @@ def dump(error: BaseException, me: WorkerInfo) -> tuple[bytes, str]:
     except BaseException as reason:
         summary, trace = f"{name} (its text cannot be made: {type(reason).__name__})", ""
     if not isinstance(error, Exception):
-        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5), summary
+        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5)
     text = f"On {me}:\n{summary}\n{trace}"
-    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5), text
+    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5)
 
 
 def readable(error: BaseException) -> BaseException:
@@ -114,33 +108,10 @@ def _dump(value: object) -> bytes:
         return b""
 
 
-class Failures:
-    """The log of functions that failed, at the worker that ran them: a traceback of each kind, then counts. Any thread.
-
-    A kind is a type of exception and the function that was called: the outermost frame that is not ours. Counts keep a caller
-    that retries a failing call for a minute from filling the callee's disk; the caller gets every error itself.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        """The number of requests that have failed so far."""
-        self._kinds: dict[tuple[str, str], int] = {}
-        self._lock = threading.Lock()
-
-    def tell(self, error: BaseException, text: str) -> None:
-        """Count a failed function. Logs ``text``, which has the traceback, for the first failure of a kind, and the count at
-        10, 100, 1000, ..."""
-        kind = type(error).__name__, _where(error.__traceback__)
-        with self._lock:
-            self.count += 1
-            if kind not in self._kinds and len(self._kinds) >= _KINDS:
-                kind = _OTHERS
-            found = self._kinds[kind] = self._kinds.get(kind, 0) + 1
-        log = logging.getLogger("rdmarpc")
-        if found == 1 and kind != _OTHERS:
-            log.error("%s", text)
-        elif str(found).strip("0") == "1":  # a power of ten
-            log.error("%s in %s: %d times so far (the first traceback is above)", *kind, found)
+def tell(guard: Guard, error: BaseException) -> None:
+    """Log a function that failed, at the worker that ran it: a kind of failure is a type of exception and the function that was
+    called, the outermost frame that is not ours."""
+    guard.note(error, f"a function that another worker called, {_where(error.__traceback__)},")
 
 
 def _where(trace: TracebackType | None) -> str:

@@ -6,6 +6,9 @@ import copy
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -79,33 +82,24 @@ def partition(weights: Sequence[float], count: int) -> list[slice]:
     sum of squares that the recurrence meets."""
     if not weights:
         return [slice(0, 0)]
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[end]: (largest sum, sum of squares) of the first ``end`` in so many runs, and where the last run begins
-    best: list[tuple[float, float]] = [(total, total**2) for total in sums]
-    cuts: list[list[int]] = []
-    for _ in range(1, count):
-        row, starts = [best[0]], [0]
-        for end in range(1, len(sums)):
-            found, start = best[end], end  # an empty run more
-            for begin in range(end):
-                last = sums[end] - sums[begin]
-                candidate = (max(best[begin][0], last), best[begin][1] + last**2)
-                if candidate < found:
-                    found, start = candidate, begin
-                elif candidate == found and start < end:
-                    start = begin  # what weighs nothing goes with what comes before it
-            row.append(found)
-            starts.append(start)
-        best = row
-        cuts.append(starts)
-    runs, end = [], len(weights)
-    for starts in reversed(cuts):
-        runs.append(slice(starts[end], end))
-        end = starts[end]
-    runs.append(slice(0, end))
-    return [run for run in reversed(runs) if run.start < run.stop]
+    sums = [0.0, *accumulate(weights)]
+
+    @cache
+    def best(end: int, count: int) -> tuple[float, float, tuple[int, ...]]:
+        """The largest sum, and the sum of squares, of the first ``end`` in so many runs, and where these begin."""
+        if count == 1:
+            return sums[end], sums[end] ** 2, (0,)
+
+        def cut(begin: int) -> tuple[float, float, tuple[int, ...]]:
+            largest, squares, starts = best(begin, count - 1)
+            last = sums[end] - sums[begin]
+            return max(largest, last), squares + last**2, (*starts, begin)
+
+        # The shortest last run of equals: what weighs nothing goes with what comes before it.
+        return min(map(cut, range(end, -1, -1)), key=itemgetter(0, 1))
+
+    starts = best(len(weights), count)[2]
+    return [slice(start, end) for start, end in pairwise((*starts, len(weights))) if start < end]
 
 
 # -- units

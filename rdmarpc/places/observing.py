@@ -26,19 +26,9 @@ class Observer(Protocol):
         """A tensor was copied here."""
 
 
-class Line(Protocol):
-    """A timeline. Times: ns of ``time.monotonic_ns``."""
-
-    def track(self) -> int:
-        """The track of the calling thread."""
-
-    def new_track(self, name: str, /) -> int: ...
-
-    def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any], /) -> None: ...
-
-
 observers: tuple[Observer, ...] = ()
-line: Line | None = None
+line: Any = None
+"""The ``timeline.Timeline`` that is recorded, if one is."""
 capture = 0
 """Which capture of a step is under way (``graphed``), or 0: it must see all copies that the step needs, so none from before."""
 copied: list[Any] = []

@@ -184,7 +184,7 @@ class Runner:
         self._batch: list[int] = []
         self._start = self._at = 0
         """The batch that is run, the position of its first word in the ring, and of the message in it."""
-        self._line: tuple[observing.Line, int] | None = None
+        self._line: tuple[Any, int] | None = None
         """The timeline that is recorded, and this stream's track in it."""
         self._makes_in_arena = self.channel.registered_only
         """Whether what is sent from here has to lie in the arena, or is staged there."""
@@ -306,7 +306,7 @@ class Runner:
                 self._run_in_order()
             at += head >> 8
 
-    def _message(self, words: list[int], at: int, line: tuple[observing.Line, int] | None) -> None:
+    def _message(self, words: list[int], at: int, line: tuple[Any, int] | None) -> None:
         try:
             if line is None:
                 self._run[words[at] & 255](words, at + 1)
@@ -384,12 +384,12 @@ class Runner:
 
     # -- seeing it
 
-    def _track(self, line: observing.Line) -> tuple[observing.Line, int]:
+    def _track(self, line: Any) -> tuple[Any, int]:
         if self._line is None or self._line[0] is not line:
             self._line = line, line.new_track(f"stream of {self.channel.peer}, {self.device}")
         return self._line
 
-    def _run_noted(self, line: observing.Line, track: int, words: list[int], at: int) -> None:
+    def _run_noted(self, line: Any, track: int, words: list[int], at: int) -> None:
         head, begin = words[at], time.monotonic_ns()
         self._run[head & 255](words, at + 1)
         if head & 255 in _SHOWN:

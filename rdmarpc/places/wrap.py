@@ -196,10 +196,10 @@ class WrappedModel(nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         _, args, state, *rest = reduced
         state = {name: value for name, value in state.items() if name != "_placement"}
-        return _made, (self._wrapped, *args[1:]), state, *rest
+        return remade, (self._wrapped, *args[1:]), state, *rest
 
 
-def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
+def remade(kind: type[nn.Module], *args: Any) -> nn.Module:
     """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
     return kind.__new__(kind, *args)
 

@@ -21,7 +21,7 @@ G5  ACCEPT means that the creating call has reached the owner, or that the fork 
 G6  No lock is held while something is sent, a future that somebody has is completed, a value dies or users' code runs. Messages
     are taken on whatever thread reads them, and never queue behind users' functions.
 
-Messages (``references/mail``: each entry takes effect once):
+Messages (``references/mail``):
 
     FORK    child's holder -> owner     a user gave me this fork              answered by ACCEPT or REFUSE
     CHILD   child's holder -> parent    the owner has decided, or I am the owner: you need not keep the parent for me

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from torch import nn
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph import Crossing, Transfers, describe
+from ..places.wrap import WrappedModel, remade
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .bundle import ALWAYS, TRACED, Edge
@@ -35,7 +34,8 @@ def serve(
     timeout: float = 60.0,
     **defaults: Any,
 ) -> ServedModel:
-    """Have ``servers`` keep the parameters of ``net``, and return a model that trains as ``net`` would have trained here.
+    """Have ``servers`` keep the parameters of ``net``. Returns ``net`` itself, which has the methods of ``ServedModel`` from
+    now on and trains as before.
 
     ``model.optimizer`` (of the class ``optimizer``, with ``defaults``) sends the gradients away when it steps. The servers sum
     the gradients of all ``workers``, step, and write the new weights into the memory of this model's parameters. The next
@@ -67,16 +67,21 @@ def serve(
     model = f"{name} of {', '.join(everybody)}" if workers is not None else f"{name} {uuid.uuid4().hex}"
     home = place(net, servers, placement)
     limit = timeouts.limit(timeout, "the timeout of serve")
+    if not isinstance(net, ServedModel | WrappedModel) and (taken := [each for each in _NAMES if hasattr(net, each)]):
+        raise NotSupported(f"{type(net).__name__} has {taken} of its own, which a served model has, too", hint="rename them")
     close_dropped(agent)
     there = Servers(net, home, agent, model, everybody, limit, staging)
-    served = ServedModel(net, there)
-    if optimizer is not None:
-        try:
-            there.optimizer = served.new_optimizer(optimizer, **defaults)
-        except BaseException:
-            there.close()
-            raise
-    return served
+    try:
+        if optimizer is not None:
+            there.optimizer = served_optimizer.make(there, optimizer, list(net.parameters()), defaults)
+        kind = net._served if isinstance(net, ServedModel) else type(net)
+        net.__class__ = type(kind.__name__, (ServedModel, kind), {"_served": kind, "__module__": kind.__module__})
+        assert isinstance(net, ServedModel)
+        net._servers = there
+    except BaseException:
+        there.close()
+        raise
+    return net
 
 
 def _check(agent: Agent, servers: Sequence[str], workers: list[str], staging: str) -> None:
@@ -129,47 +134,36 @@ def _placed(name: str, placement: Mapping[str, str], servers: Sequence[str]) -> 
     raise ValueError(f"placement has no server for {name!r}; '' stands for everything else")
 
 
-class State(NamedTuple):
-    """What a served model has beside its modules: the original, and the servers."""
-
-    net: nn.Module
-    servers: Servers
-
-
-def state_of(model: nn.Module) -> State:
-    """Of a ``ServedModel``. It lies in ``__dict__``, not among the attributes of a module: parts may have any name."""
-    state: State = model.__dict__["_rdmarpc"]
-    return state
-
-
 class ServedModel(nn.Module):
-    """A model whose parameters are kept by servers, as ``serve`` returns it. It has the modules, names and ``state_dict`` of
-    the original. One thread at a time."""
+    """What ``serve`` makes of a model's class: a subclass with these methods besides. One thread at a time."""
 
-    def __init__(self, net: nn.Module, servers: Servers) -> None:
-        super().__init__()
-        self.__class__ = _with_forward_of(type(net))
-        self.training = net.training
-        self.__dict__["_rdmarpc"] = State(net, servers)  # see ``state_of``
-        for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[kind] = getattr(net, kind)
+    _servers: Servers | None = None
+    """``None``: of a module of this class that was made of another one (``net[1:]``)."""
+    _served: type[nn.Module]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        net, servers = state_of(self)
-        servers.pull()
-        if len(servers.workers) > 1:
-            servers.check_written()
-        return net(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._servers is not None:
+            self._servers.pull()
+            if len(self._servers.workers) > 1:
+                self._servers.check_written()
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def _there(self) -> Servers:
+        """Those that keep the parameters. ``RuntimeError`` if there are none."""
+        if self._servers is None:
+            raise RuntimeError(f"this {type(self).__name__} was made of a part of a served model, and is not served itself")
+        return self._servers
 
     def pull(self) -> None:
         """Return when the weights of the last step are here. Raises ``PeerLost``, ``TransferTimeout``, and the errors of the
         servers."""
-        state_of(self).servers.pull()
+        self._there.pull()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that ``serve`` made."""
-        found = state_of(self).servers.optimizer
+        found = self._there.optimizer
         if found is None:
             raise RuntimeError("serve() was called without an optimizer; new_optimizer makes one")
         return found
@@ -181,22 +175,22 @@ class ServedModel(nn.Module):
         all). It works with schedulers and state dicts as any other. Several workers make the same optimizers in the same
         order, and step them in the same order."""
         everything = list(self.parameters()) if params is None else params
-        return served_optimizer.make(state_of(self).servers, kind, everything, defaults)
+        return served_optimizer.make(self._there, kind, everything, defaults)
 
     @property
     def staging(self) -> str:
         """``"traced"`` or ``"always"``: see ``serve``. May be changed between steps."""
-        return state_of(self).servers.staging
+        return self._there.staging
 
     @staging.setter
     def staging(self, value: str) -> None:
         if value not in (TRACED, ALWAYS):
             raise ValueError(f"staging={value!r} must be {TRACED!r} or {ALWAYS!r}")
-        state_of(self).servers.staging = value
+        self._there.staging = value
 
     def transfers(self) -> list[Transfers]:
         """The tensors that cross between this worker and the servers in a step, as one entry with ``save`` and ``draw``."""
-        servers = state_of(self).servers
+        servers = self._there
         kept = {server: sum(p.nbytes for p in parameters) for server, parameters in servers.parameters.items()}
         return [describe(servers.agent.name, [_crossing(edge) for edge in servers.edges], kept)]
 
@@ -207,12 +201,12 @@ class ServedModel(nn.Module):
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the servers added (``everywhere``); ``rpc_messages``
         that this process has sent (without those of ``counters`` itself), ``steps``."""
-        return state_of(self).servers.counters(everywhere)
+        return self._there.counters(everywhere)
 
     def close(self) -> None:
         """Wait for the last weights, and let the servers forget the model when every worker has done so. The parameters stay
         what they are, in ordinary use. Idempotent."""
-        state_of(self).servers.close()
+        self._there.close()
 
     # -- what reads parameters waits for them
 
@@ -222,30 +216,28 @@ class ServedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._wait()
-        return state_of(self).net.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load here and at the servers. With several workers each of them loads the same before its next step."""
         if assign:
             raise NotSupported("load_state_dict(assign=True) would take the parameters out of their landing places")
-        self._wait()
-        servers = state_of(self).servers
-        result = state_of(self).net.load_state_dict(state_dict, strict)
-        servers.load()
+        served = self._wait()
+        result = super().load_state_dict(state_dict, strict)
+        if served is not None:
+            served.load()
         return result
 
-    def _wait(self) -> None:
-        servers = state_of(self).servers
-        if not servers.closed:
-            servers.pull()
-
-    def train(self, mode: bool = True) -> ServedModel:
-        state_of(self).net.train(mode)
-        self.training = mode
-        return self
+    def _wait(self) -> Servers | None:
+        """The servers, if they still have the model: the last weights are here."""
+        if self._servers is None or self._servers.closed:
+            return None
+        self._servers.pull()
+        return self._servers
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._wait()
+        if self._wait() is None:
+            return super()._apply(fn, recurse)
         for name, tensor in itertools.chain(super().named_parameters(), self.named_buffers()):
             with torch.no_grad():
                 made = fn(tensor.detach())
@@ -257,73 +249,17 @@ class ServedModel(nn.Module):
     def share_memory(self) -> Any:
         raise NotSupported("a served model lies where servers write: its memory cannot be exchanged")
 
-    # -- it stands for the original
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(state_of(self).net, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._own(name):
-            super().__setattr__(name, value)
-        if "_rdmarpc" in self.__dict__ and (name == "training" or not self._own(name)):
-            setattr(state_of(self).net, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._own(name):
-            super().__delattr__(name)
-        else:
-            delattr(state_of(self).net, name)
-
-    def _own(self, name: str) -> bool:
-        """Whether an attribute is of this object, and not of the original."""
-        there = "_rdmarpc" in self.__dict__ and name not in self.__dict__
-        return not there or isinstance(getattr(type(self), name, None), property)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the original with the present weights, which no server knows of."""
-        self._wait()
-        return copy.deepcopy(state_of(self).net, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As that copy."""
+        """Copies and pickles are of the original class, with the present weights: no server knows of them."""
         self._wait()
-        return _itself, (state_of(self).net,)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, args, state, *rest = reduced
+        return remade, (self._served, *args[1:]), {key: value for key, value in state.items() if key != "_servers"}, *rest
+
+
+_NAMES = [name for name in vars(ServedModel) if not name.startswith("_") and not hasattr(nn.Module, name)]
 
 
 def _crossing(edge: Edge) -> Crossing:
     dtype = str(edge.dtype).removeprefix("torch.")
     return Crossing(edge.number, edge.name, edge.kind, edge.source, edge.target, edge.shape, dtype, edge.nbytes, True)
-
-
-def _with_forward_of(original: type[nn.Module]) -> type[ServedModel]:
-    """The class, with the signature of that forward (trainers look there for what a model takes) and with the methods by which
-    Python's own syntax reaches what a model holds (``model[0]``, ``len(model)``)."""
-
-    @functools.wraps(original.forward)
-    def forward(self: ServedModel, *args: Any, **kwargs: Any) -> Any:
-        return ServedModel.forward(self, *args, **kwargs)
-
-    holding = {name: _of_original(name) for name in _HOLDING if hasattr(original, name)}
-    own = {"forward": forward, "__doc__": ServedModel.__doc__, "__module__": __name__}
-    return type("ServedModel", (ServedModel,), {**holding, **own})
-
-
-_HOLDING = (
-    *("__getitem__", "__setitem__", "__delitem__", "__len__", "__bool__"),
-    *("__iter__", "__reversed__", "__contains__", "__enter__", "__exit__"),
-)
-
-
-def _of_original(name: str) -> Any:
-    def method(self: ServedModel, *args: Any) -> Any:
-        net = state_of(self).net
-        return getattr(type(net), name)(net, *args)
-
-    return method
-
-
-def _itself(net: nn.Module) -> nn.Module:
-    return net

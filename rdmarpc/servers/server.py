@@ -19,6 +19,7 @@ Weights 0 are those of the start: written when all workers have come and the fir
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by
+from ..calls.errors import ordinary
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by, fresh, kept
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
-from .errors import WorkerError
 from .kept import ASKED, Kept
 from .layout import CHANGED, STAGED, Header
 from .station import Station
@@ -52,7 +53,8 @@ class End:
     """The error that ended a server, for workers that ask after the server itself is gone."""
 
     def __init__(self, workers: list[str]) -> None:
-        self.error: WorkerError | None = None
+        self.error: Exception | None = None
+        """It holds no frames; its cause has the traceback."""
         self.awaited = set(workers)
         """The workers that have not asked to enter yet."""
 
@@ -87,7 +89,7 @@ class Server(threading.Thread):
     # -- any thread
 
     @property
-    def error(self) -> WorkerError | None:
+    def error(self) -> Exception | None:
         return self.end.error
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -97,7 +99,7 @@ class Server(threading.Thread):
         of = self._kept if method in ASKED else self
         with self._lock:
             if self.error is not None:
-                raise self.error.raised(self.station.name)
+                raise fresh(self.error)
             self._jobs.append((lambda: getattr(of, method)(*args), future))
             self.station.poller.kick()
         try:
@@ -181,13 +183,14 @@ class Server(threading.Thread):
             while not self._closing:
                 self.station.poll(1.0)
                 self._work()
-            error = WorkerError.of(RdmaError("the model was closed"), self.station.name)
+            error: Exception = RdmaError("the model was closed", peer=self.station.name)
         except BaseException as raised:
-            error = WorkerError.of(raised, self.station.name)
+            error = kept(ordinary(raised))
+            error.__cause__ = RuntimeError(f"on worker {self.station.name!r}: {traceback.format_exc()}")
         with self._lock:
             self.end.error = error
         for _, future in self._jobs:
-            future.set_exception(error.raised(self.station.name))
+            future.set_exception(fresh(error))
         self._alarm()
         self.station.close()
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls import errors
 from ..calls.agent import Agent
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
 from .bundle import GRADIENT, WEIGHT, Bundle, Edge, gradient_note
-from .errors import WorkerError
 from .layout import strides
 from .left import Left
 from .parameter import Watch
@@ -271,4 +271,4 @@ def _explain(agent: Agent, model: str, timeout: float, server: str) -> BaseExcep
         reason = agent.call(agent.resolve(server), serving.why, (model,), None, timeout)
     except RdmaError as error:
         return error
-    return WorkerError(*reason).raised(server) if reason else RdmaError(f"server {server!r} has ended", peer=server)
+    return errors.rebuild(reason) if reason else RdmaError(f"server {server!r} has ended", peer=server)

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from ..calls import agent as _agent
+from ..calls import errors
 from ..calls.agent import Agent
-from ..transport import RdmaError
+from ..transport import RdmaError, fresh
 from . import kept
 from .bundle import Bundle
 from .server import End, Server
@@ -83,7 +84,7 @@ def _turn_away(table: _Table, model: str, worker: str, me: str) -> None:
         del table.given_up[model]
         return
     _expect_no_more(table, model, worker)
-    raise RdmaError("all others have closed this model", peer=me) if end.error is None else end.error.raised(me)
+    raise RdmaError("all others have closed this model", peer=me) if end.error is None else fresh(end.error)
 
 
 def _expect_no_more(table: _Table, model: str, worker: str) -> None:
@@ -125,10 +126,10 @@ def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
     return _find(model).ask(method, *args)
 
 
-def why(model: str) -> tuple[Any, ...] | None:
-    """Called at a server: the error that ended it (a ``WorkerError``); ``None`` if there is none."""
+def why(model: str) -> bytes:
+    """Called at a server: the error that ended it, as ``calls/errors`` has it; empty if there is none."""
     error = _find(model).error
-    return None if error is None else tuple(error)
+    return b"" if error is None else errors.dump(error, _agent.current().me)
 
 
 def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = "") -> None:

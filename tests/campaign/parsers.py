@@ -188,7 +188,7 @@ def _errors() -> list[bytes]:
         try:
             raise error
         except Exception as raised:
-            found.append(errors.dump(raised, WorkerInfo("worker1", 1))[0])
+            found.append(errors.dump(raised, WorkerInfo("worker1", 1)))
     return found
 
 
@@ -196,7 +196,7 @@ def parsers() -> list[Parser]:
     """To be called once a process, before anything is mutated."""
     torch.set_num_threads(1)  # its threads would not be there in a forked child
     region = RemoteRegion(1, 2, 3, 4, 5, 600).dump()
-    mail = struct.pack("<Q", 7) + b"".join(struct.pack("<BQQ", kind, 1 << 40, 5) for kind in range(FORK, DELETE + 1))
+    mail = b"".join(struct.pack("<BQQ", kind, 1 << 40, 5) for kind in range(FORK, DELETE + 1))
     header = bytearray(64)
     Header(5, 1, 3, 16, 2).write(memoryview(header))
     signature = dump(("aten::add.Tensor", [("w", 1), ("w", 1)], [("alpha", ("c", 1))], True))

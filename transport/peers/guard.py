@@ -11,10 +11,14 @@ import errno
 import logging
 import os
 import resource
+import threading
 
 from ..errors import PeerLost, RdmaError
 
 _log = logging.getLogger("rdmarpc")
+_KINDS = 1000
+"""So many kinds are counted one by one, all further ones as one."""
+_OTHERS = "one of many things", BaseException
 
 
 class Guard:
@@ -24,16 +28,23 @@ class Guard:
     def __init__(self, who: str) -> None:
         self._who = who
         self._counts: dict[tuple[str, type[BaseException]], int] = {}
+        self._lock = threading.RLock()
+        self.total = 0
+        """How many errors were noted."""
 
     def note(self, error: BaseException, doing: str) -> None:
         """Log an error. ``doing`` names the action that failed; with the error's type it is the kind, so it must not contain
         values that vary."""
-        kind = doing, type(error)
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        kind: tuple[str, type[BaseException]] = doing, type(error)
+        with self._lock:
+            self.total += 1
+            if kind not in self._counts and len(self._counts) >= _KINDS:
+                kind = _OTHERS
+            count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count == 1:
-            _log.error("%s: %s failed; it goes on", self._who, doing, exc_info=error)
+            _log.error("%s: %s failed; it goes on", self._who, kind[0], exc_info=error)
         elif count == 10 ** (len(str(count)) - 1):
-            _log.error("%s: %s failed %d times, the last time with %r", self._who, doing, count, error)
+            _log.error("%s: %s failed %d times, the last time with %r", self._who, kind[0], count, error)
 
 
 def open_files() -> int:

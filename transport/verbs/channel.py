@@ -30,7 +30,6 @@ from ..words import completions, kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from . import control
 from .control import ControlStream, Message, Setup
-from .gpu import FlushedExpectation
 from .registrations import Places, Registrations
 from .transfer import Leftovers, VerbsTransfer, VerbsWindow
 
@@ -111,7 +110,7 @@ class VerbsChannel(Channel):
         return self._records + imm * RECORD_BYTES
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
-        return FlushedExpectation(self, imm, count, self.count(imm), self.local.arrived)
+        return Expectation(self, imm, count, self.count(imm), self.local.arrived)
 
     def make_room(self, why: int, count: int) -> None:
         """Handle a post that was not taken for the reason ``why``: return when it may be tried again, or raise."""

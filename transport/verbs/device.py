@@ -44,7 +44,6 @@ from ..words import kernels
 from . import control
 from .channel import VerbsChannel
 from .control import MESSAGE, ControlStream, Setup
-from .gpu import FlushedPoller
 from .registrations import Announcement, Registrations
 from .watch import Watch
 
@@ -187,7 +186,7 @@ class VerbsDevice(ListeningDevice):
         self.local.forget_gpu(number)
 
     def poller(self) -> Poller:
-        return FlushedPoller(self.memory, self.port, self.local.arrived)
+        return Poller(self.memory, self.port, self.local.arrived)
 
     def opened(self) -> list[VerbsChannel]:
         with self._lock:

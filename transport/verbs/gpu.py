@@ -31,10 +31,8 @@ from ..gpu.driver import Driver
 from ..gpu.events import NOT_READY, Event
 from ..gpu.pins import Pins
 from ..memory.arena import Block
-from ..memory.memory import Memory
 from ..nic.attributes import REMOTE_WRITE
 from ..nic.native import Context, MemoryRegion
-from ..notify import Count, Expectation, Poller
 from ..peers.guard import Guard
 from ..region import local_bytes
 from . import gpudirect
@@ -387,38 +385,3 @@ def _close(segment: Segment) -> None:
     mr, segment.mr = segment.mr, None
     if mr is not None:
         mr.close()
-
-
-class FlushedExpectation(Expectation):
-    """An expectation that calls ``arrived`` when ``wait`` returns, so that GPUs see the data that came before."""
-
-    __slots__ = ("_arrived",)
-
-    def __init__(self, channel: Any, imm: int, count: int, state: Count, arrived: Callable[[], None]) -> None:
-        super().__init__(channel, imm, count, state)
-        self._arrived = arrived
-
-    def wait(self, timeout: float | None = None) -> None:
-        super().wait(timeout)
-        self._arrived()
-
-
-class FlushedPoller(Poller):
-    """A poller that calls ``arrived`` when ``wait`` or ``take`` returns a notification, so that GPUs see the data that came
-    before."""
-
-    def __init__(self, memory: Memory, port: int, arrived: Callable[[], None]) -> None:
-        super().__init__(memory, port)
-        self._arrived = arrived
-
-    def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
-        found = super().wait(timeout)
-        if found is not None:
-            self._arrived()
-        return found
-
-    def take(self) -> tuple[int, int] | None:
-        found = super().take()
-        if found is not None:
-            self._arrived()
-        return found

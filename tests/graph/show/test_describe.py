@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import random
 import sys
 from pathlib import Path
@@ -166,55 +165,16 @@ def crowd(workers: int, edges: int, seed: int) -> Transfers:
     return Transfers(names[0], tuple(crossings), records)
 
 
-def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Rectangles (left, bottom, right, top)."""
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def arranged(found: Transfers, measure: drawing.Measure) -> drawing.Picture:
-    return drawing.arrange(found.crossings, found.workers, measure)
-
-
-@pytest.mark.parametrize("workers, edges", [(2, 3), (2, 60), (3, 10), (3, 80), (6, 12), (6, 120)])
-def test_nothing_in_a_picture_covers_anything_else(workers: int, edges: int):
-    measure = lambda text, points: 0.62 * points * len(text)  # noqa: E731
-    for seed in range(20):
-        picture = arranged(crowd(workers, edges, seed), measure)
-        boxes = [(box.left, picture.bottom, box.left + box.width, picture.top) for box in picture.boxes]
-        labels, across, upright = [], [], []
-        for arrow in picture.arrows:
-            x, y = picture.label_at(arrow)
-            labels.append((x, y - 2.0, x + measure(arrow.label, drawing.SMALL), y + drawing.SMALL))
-            level, edge = picture.lane_y(arrow), picture.top if arrow.rightward else picture.bottom
-            across.append((min(arrow.start, arrow.end), level - 0.5, max(arrow.start, arrow.end), level + 0.5, arrow))
-            for end in (arrow.start, arrow.end):
-                upright.append((end - 0.5, min(level, edge), end + 0.5, max(level, edge)))
-        solid = [*boxes, *labels]
-        assert not [pair for pair in itertools.combinations(solid, 2) if overlap(*pair)]
-        assert not [(text, stroke) for text in labels for stroke in [*across, *upright] if overlap(text, stroke)]
-        assert not [pair for pair in itertools.combinations([a[:4] for a in across], 2) if overlap(*pair)]
-        ends = [end for arrow in picture.arrows for end in {(arrow.rightward, arrow.end)}]
-        assert len(ends) == len(set(ends))  # arrows may leave by one port, they never arrive by one
-        for left, low, right, high in solid:
-            assert 0 < left < right < picture.width
-            assert 0 < low < high < picture.height
-        for arrow in picture.arrows:
-            for at, end in ((arrow.source, arrow.start), (arrow.target, arrow.end)):
-                assert boxes[at][0] < end < boxes[at][2]
-
-
 def test_bundles_and_fans():
-    picture = arranged(described([fan()], {}), lambda text, points: points * len(text))
-    drawn = {(arrow.source, arrow.target, arrow.kind): arrow for arrow in picture.arrows}
-    assert {arrow: each.label for arrow, each in drawn.items()} == {
-        (0, 1, "input"): "2 tensors · 240 B",
-        **{(1, target, "activation"): "stem · 160 B" for target in (2, 3, 4)},
-        (3, 1, "gradient"): "stem · 160 B",
+    found = described([fan()], {}).crossings
+    assert {arrow: drawing.label(each) for arrow, each in drawing.bundles(found).items()} == {
+        ("me", "w1", "input"): "input: 2 tensors · 240 B",
+        **{("w1", target, "activation"): "activation: stem · 160 B" for target in ("w2", "w3", "w4")},
+        ("w3", "w1", "gradient"): "gradient: stem · 160 B",
     }
-    assert len({drawn[1, target, "activation"].start for target in (2, 3, 4)}) == 1
-    assert picture.notes == ["activation stem: one source at w1, to w2, w3, w4"]
-    varying = arranged(described([fan(4), fan()], {}), lambda text, points: points * len(text))
-    assert varying.notes[1:] == ["dashed: 6 that not every step has in this shape"]
+    assert drawing.notes(found) == ["activation stem: one source at w1, to w2, w3, w4"]
+    varying = described([fan(4), fan()], {}).crossings
+    assert drawing.notes(varying)[1:] == ["dashed: 6 that not every step has in this shape"]
 
 
 def test_pictures_of_all_sizes(tmp_path: Path):

@@ -190,7 +190,7 @@ class Lines(logging.Handler):
         self.lines = []
 
     def emit(self, record):
-        self.lines.append(record.getMessage())
+        self.lines.append(logging.Formatter().format(record))
 
 
 def failing(rank):
@@ -222,8 +222,8 @@ def test_one_traceback_of_each_kind_and_then_counts(device):
     assert "again" in traces[0]
     assert "another kind" in traces[2]
     counts = [line for line in callee if line not in traces]
-    assert [line.partition(": ")[2].split(" times")[0] for line in counts] == ["10", "100"]
-    assert all(line.startswith("Simple in raise_it (") for line in counts)
+    assert [line.partition(" failed ")[2].split(" times")[0] for line in counts] == ["10", "100"]
+    assert all(", raise_it (" in line and "Simple(" in line for line in counts)
 
 
 class Unpicklable:

@@ -16,9 +16,9 @@ from rdmarpc.calls import agent
 from rdmarpc.links.frames import CONTROL, FORGO, HEAD, REFERENCES, REMOTE, REQUEST
 
 FRAMES = {
-    "references without a number": (REFERENCES, CONTROL, b"\1\2\3"),
-    "references, cut short": (REFERENCES, CONTROL, struct.pack("<QBQ", 0, 1, 2)),
-    "references of no kind": (REFERENCES, CONTROL, struct.pack("<QBQQ", 0, 99, 1, 1)),
+    "references, cut shorter": (REFERENCES, CONTROL, b"\1\2\3"),
+    "references, cut short": (REFERENCES, CONTROL, struct.pack("<BQ", 1, 2)),
+    "references of no kind": (REFERENCES, CONTROL, struct.pack("<BQQ", 99, 1, 1)),
     "a creating call without its head": (REQUEST, HEAD | REMOTE, b"\1\2\3"),
     "places given back, cut short": (FORGO, 0, b"\1\2\3"),
 }

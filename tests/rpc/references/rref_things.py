@@ -26,11 +26,6 @@ def unsent(mail):
     return sum(len(entries) for entries in list(mail._out.values()))
 
 
-def gaps(mail):
-    """Numbers taken out of order whose predecessors have not come yet."""
-    return sum(len(taken.above) for taken in list(mail._taken.values()))
-
-
 def tables():
     """Everything that a worker knows about references, as numbers."""
     gc.collect()
@@ -40,7 +35,6 @@ def tables():
         "values": len(context),
         "unsettled": unsettled(context.store),
         "unsent": unsent(context.mail),
-        "gaps": gaps(context.mail),
         "forks": sum(type(item) is Fork for item in gc.get_objects()),
         **context.debug_info(),
     }

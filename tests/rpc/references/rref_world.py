@@ -16,7 +16,7 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 
-from rref_things import gaps, unsent, unsettled
+from rref_things import unsent, unsettled
 
 from rdmarpc.message import serialize
 from rdmarpc.references.context import RRefContext
@@ -53,11 +53,11 @@ class Worker:
 
 
 class World:
-    def __init__(self, programs, *, duplicates=0, kills=()):
-        """``duplicates``: how many control messages may come twice; ``kills``: who may die, at any moment."""
+    def __init__(self, programs, *, kills=()):
+        """``kills``: who may die, at any moment."""
         self.network = []
         self.workers = [Worker(self, rank, program) for rank, program in enumerate(programs)]
-        self.duplicates, self.kills = duplicates, list(kills)
+        self.kills = list(kills)
         self.dead = set()
         self.noticed = set()
         self.values = {}
@@ -76,10 +76,8 @@ class World:
     def actions(self):
         """All that may happen next, in a fixed order."""
         found = []
-        for index, (kind, sender, *_) in enumerate(self.network):
+        for index, (_, sender, *_) in enumerate(self.network):
             found.append(("deliver", index))
-            if kind == "control" and self.duplicates:
-                found.append(("repeat", index))
             if sender in self.dead:
                 found.append(("lose", index))
         for worker in self.workers:
@@ -112,13 +110,8 @@ class World:
 
     def step(self, action):
         kind, *what = action
-        if kind in ("deliver", "repeat"):
-            message = self.network[what[0]]
-            if kind == "deliver":
-                del self.network[what[0]]
-            else:
-                self.duplicates -= 1
-            self.deliver(*message)
+        if kind == "deliver":
+            self.deliver(*self.network.pop(what[0]))
         elif kind == "lose":
             del self.network[what[0]]
         elif kind == "operate":
@@ -281,7 +274,6 @@ class World:
             assert not worker.handles, worker.handles
             assert (len(context), unsettled(context.store), unsent(context.mail)) == (0, 0, 0), vars(context.store)
             assert not any(context.debug_info().values()), context.debug_info()
-            assert not gaps(context.mail) or self.dead
         for (rank, fork), count in self.resumed.items():
             assert count == 1 or rank in self.dead, f"fork {fork:x} was never confirmed to worker {rank}"
         for rref in self.made:
@@ -290,7 +282,7 @@ class World:
     def key(self):
         """Two worlds with the same key go on alike."""
         return repr([self._key(worker) for worker in self.workers]) + repr(
-            (sorted(map(repr, self.network)), self.duplicates, self.kills, self.dead, self.noticed, sorted(self.made))
+            (sorted(map(repr, self.network)), self.kills, self.dead, self.noticed, sorted(self.made))
         )
 
     def _key(self, worker):
@@ -307,7 +299,6 @@ class World:
             sorted((child, parent.number) for child, (parent, _) in context.forks.pending_children.items()),
             sorted((name, fork.number, fork.confirmed, fork.error is None) for name, fork in worker.handles.items()),
             sorted(item[:3] for item in context.garbage),
-            sorted((rank, taken.watermark, sorted(taken.above)) for rank, taken in context.mail._taken.items()),
             sorted(context._probes),
             sorted(worker.unanswered),
             len(worker.program),

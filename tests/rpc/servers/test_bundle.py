@@ -241,7 +241,7 @@ class World:
             def explain(server: str) -> BaseException:
                 # The alarm comes when the error is there.
                 assert self.server.error is not None
-                return self.server.error.raised(server)
+                return self.server.error
 
             trainer = Trainer(name, device, {"s": channel}.__getitem__, explain, timeout)
             half = trainer.add(weights, gradients)
@@ -347,7 +347,7 @@ def test_workers_that_disagree_are_told(world: Callable[..., World]) -> None:
         send(made.trainers[0])
         send(made.trainers[1], **options)
         for trainer in made.trainers:
-            with pytest.raises(NotSupported, match=f"on worker 's'.*{says}"):
+            with pytest.raises(NotSupported, match=says):
                 trainer.pull()
 
 

@@ -20,7 +20,6 @@ from test_served_optimizers import net, step
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.servers.model import state_of
 
 SERVERS = ["worker1", "worker2"]
 
@@ -121,7 +120,7 @@ def ended_meanwhile(rank: int) -> None:
     twin = net()
     model = rpc.serve(net(), SERVERS[:1], Lazy, lr=0.1)
     weight = model[0].weight
-    trainer = state_of(model).servers.trainer
+    trainer = model._there.trainer
     finish = trainer.finish
 
     def ends() -> None:

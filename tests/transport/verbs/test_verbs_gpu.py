@@ -37,9 +37,10 @@ from rdmarpc.transport.nic import choice
 from rdmarpc.transport.nic.attributes import REMOTE_WRITE
 from rdmarpc.transport.nic.libibverbs import DmaBufMR
 from rdmarpc.transport.nic.native import Context, MemoryRegion
+from rdmarpc.transport.notify import Expectation, Poller
 from rdmarpc.transport.verbs import gpu as verbs_gpu
 from rdmarpc.transport.verbs import gpudirect
-from rdmarpc.transport.verbs.gpu import FlushedExpectation, FlushedPoller, GpuMemory
+from rdmarpc.transport.verbs.gpu import GpuMemory
 from rdmarpc.transport.verbs.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Gpu
 
 # -- registration, in a process with a software GPU
@@ -354,14 +355,14 @@ def test_what_arrives_is_flushed() -> None:
         ab = a.connect(b.address)
         ba = b.accept(timeout=30.0)
         calls: list[int] = []
-        expected = FlushedExpectation(ba, 20, 1, ba.count(20), lambda: calls.append(1))
+        expected = Expectation(ba, 20, 1, ba.count(20), lambda: calls.append(1))
         with pytest.raises(TransferTimeout):
             expected.wait(0.01)
         assert not calls
         ab.notify(20)
         expected.wait(30.0)
         assert len(calls) == 1
-        poller = FlushedPoller(b.memory, b.port, lambda: calls.append(1))
+        poller = Poller(b.memory, b.port, lambda: calls.append(1))
         row = poller.add(ba, 21)
         assert poller.wait(0.01) is None and poller.take() is None and len(calls) == 1
         ab.notify(21)
