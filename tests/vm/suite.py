@@ -94,8 +94,8 @@ def counted(guest: Guest) -> Counter[str]:
 
 
 class Share:
-    """A guest, the tests that it runs as soon as there is a file ``when``, and what came of them. ``live``: what pytest writes is
-    shown at once, not at the end."""
+    """A guest, the tests that it runs as soon as there is a file ``when``, and what came of them. ``live``: what pytest writes
+    is shown at once, not at the end."""
 
     def __init__(self, guest: Guest, arguments: list[str], when: Path, *, live: bool) -> None:
         self.guest, self._arguments, self._when = guest, arguments, when
