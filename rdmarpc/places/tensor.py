@@ -62,6 +62,9 @@ OWN = ("_handle", "_meta", "_offset", "_words")
 """Attributes that a remote tensor has of us."""
 
 
+_data: Any = torch.Tensor.data
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor at a worker (``place``). Shape, dtype, strides, versions and gradients are here."""
 
@@ -1062,42 +1065,6 @@ def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], 
     return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
 
 
-_data: Any = torch.Tensor.data
-
-
-def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if type(value) is RemoteTensor and type(tensor) is not RemoteTensor:
-        value = at_place(value.detach(), None).clone()
-    _data.__set__(tensor, value)
-
-
-# ``plain.data = remote`` takes a copy home. Torch would have the plain tensor point to no memory: it asks nobody whether the
-# two go together, and the first use of the tensor would end the process. Besides, ``nn.Module._apply`` is replaced (``wrap``).
-torch.Tensor.data = property(_data.__get__, _set_data, doc=_data.__doc__)  # type: ignore[assignment]
-
-
-def _by_element(name: str) -> Callable[..., torch.Tensor]:
-    """A method of torch that calls Python for each element and finds these by addresses: on copies here."""
-    method = getattr(torch.Tensor, name)
-
-    def home(value: Any) -> Any:
-        if type(value) is not RemoteTensor:
-            return value
-        return at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
-
-    @functools.wraps(method)
-    def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-        found = home(tensor)
-        method(found, *map(home, args))
-        return tensor if found is tensor else tensor.copy_(found)
-
-    return run
-
-
-for _name in ("apply_", "map_", "map2_"):
-    setattr(torch.Tensor, _name, _by_element(_name))
-
-
 def _number(name: str) -> Callable[[RemoteTensor], Any]:
     """``torch.tensor`` asks elements of a list for their numbers with Python's dispatch excluded."""
     method = getattr(torch.Tensor, name)
@@ -1112,19 +1079,3 @@ def _number(name: str) -> Callable[[RemoteTensor], Any]:
 
 for _name in ("__bool__", "__int__", "__index__", "__float__", "__complex__"):
     setattr(RemoteTensor, _name, _number(_name))
-
-
-_one_hot = torch.nn.functional.one_hot
-
-
-@functools.wraps(_one_hot)
-def _checked_one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Torch before 2.14 does not look at the classes of a tensor of a subclass."""
-    if type(tensor) is RemoteTensor and tensor.numel():
-        torch._assert_async(tensor.min() >= 0, "Class values must be non-negative.")
-        if num_classes != -1:
-            torch._assert_async(tensor.max() < num_classes, "Class values must be smaller than num_classes.")
-    return _one_hot(tensor, num_classes)
-
-
-torch.nn.functional.one_hot = _checked_one_hot

@@ -398,29 +398,3 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     if after is not None:
         tensor._post_accumulate_grad_hooks = after
     return made
-
-
-_apply: Any = nn.Module._apply
-
-
-def _apply_with_places(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    def applied(tensor: torch.Tensor) -> torch.Tensor:
-        found = fn(tensor)
-        moved = (type(tensor) is RemoteTensor) is not (type(found) is RemoteTensor)
-        if not moved or not isinstance(tensor, nn.Parameter) or found.device.type == "meta":
-            return found
-        if tensor.grad is not None and tensor.grad.device.type == "meta":  # it has nothing to be moved
-            gradient, tensor.grad = fn(tensor.grad), None
-            exchange(tensor, found.detach())
-            tensor.grad = gradient
-        else:
-            exchange(tensor, found.detach())
-        return tensor.data
-
-    return _apply(module, applied, recurse)
-
-
-# ``net.to(rpc.device(...))`` and ``net.cpu()`` set ``data`` of parameters, which changes no place. With
-# ``set_swap_module_params_on_conversion`` torch would exchange them, but ``load_state_dict`` of any model as well, whose
-# gradients and hooks are then lost.
-nn.Module._apply = _apply_with_places  # type: ignore[method-assign]

@@ -851,6 +851,8 @@ def collectives() -> None:
         dist.all_reduce(listed[0], async_op=True).wait()
         same(listed[0] + 1, torch.arange(1.0, 5))
         refused(lambda: dist.recv(x, 0), "recv")
+        refused(lambda: dist.all_gather(listed, home(x)), "all_gather")
+        refused(lambda: dist.scatter(home(x), listed, 0), "scatter")
     finally:
         dist.destroy_process_group()
 

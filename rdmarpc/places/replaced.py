@@ -1,0 +1,115 @@
+"""Names of torch that are replaced while tensors lie at workers: what passes by ``__torch_dispatch__``, and would read memory
+that is not here, or compute something else. With plain tensors each does what torch's own does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..transport import NotSupported
+from .tensor import RemoteTensor, at_place
+from .wrap import exchange
+
+
+def _data_with_places(torchs: Any) -> property:
+    """``plain.data = remote`` takes a copy home. Torch asks nobody whether the two go together: the plain tensor would point to
+    no memory, and its first use end the process."""
+
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if type(value) is RemoteTensor and type(tensor) is not RemoteTensor:
+            value = at_place(value.detach(), None).clone()
+        torchs.__set__(tensor, value)
+
+    return property(torchs.__get__, set_data, doc=torchs.__doc__)
+
+
+def _by_element(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A method that calls Python for each element, which it finds by addresses: on copies here."""
+
+    def home(value: Any) -> Any:
+        if type(value) is not RemoteTensor:
+            return value
+        return at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
+
+    @functools.wraps(torchs)
+    def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        found = home(tensor)
+        torchs(found, *map(home, args))
+        return tensor if found is tensor else tensor.copy_(found)
+
+    return run
+
+
+def _checked_one_hot(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Torch before 2.14 does not look at the classes of a tensor of a subclass."""
+
+    @functools.wraps(torchs)
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if type(tensor) is RemoteTensor and tensor.numel():
+            torch._assert_async(tensor.min() >= 0, "Class values must be non-negative.")
+            if num_classes != -1:
+                torch._assert_async(tensor.max() < num_classes, "Class values must be smaller than num_classes.")
+        return torchs(tensor, num_classes)
+
+    return one_hot
+
+
+def _checked_lists(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective on a list of tensors and one more. To the dispatcher it is a list of lists, into which it does not look: a
+    backend would get null pointers."""
+
+    @functools.wraps(torchs)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        operands = [*args, *kwargs.values()]
+        if not any(type(each) is RemoteTensor for each in operands) and any(
+            type(each) is RemoteTensor for each in tree_leaves(operands)
+        ):
+            raise NotSupported(
+                f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers",
+                hint="give it plain tensors, or such ones, alone",
+            )
+        return torchs(*args, **kwargs)
+
+    return collective
+
+
+def _applied_with_places(torchs: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``net.to(rpc.device(...))`` and ``net.cpu()`` set ``data`` of parameters, which changes no place. With
+    ``set_swap_module_params_on_conversion`` torch would exchange them, but ``load_state_dict`` of any model as well, whose
+    gradients and hooks are then lost."""
+
+    @functools.wraps(torchs)
+    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        def applied(tensor: torch.Tensor) -> torch.Tensor:
+            found = fn(tensor)
+            moved = (type(tensor) is RemoteTensor) is not (type(found) is RemoteTensor)
+            if not moved or not isinstance(tensor, nn.Parameter) or found.device.type == "meta":
+                return found
+            if tensor.grad is not None and tensor.grad.device.type == "meta":  # it has nothing to be moved
+                gradient, tensor.grad = fn(tensor.grad), None
+                exchange(tensor, found.detach())
+                tensor.grad = gradient
+            else:
+                exchange(tensor, found.detach())
+            return tensor.data
+
+        return torchs(module, applied, recurse)
+
+    return apply
+
+
+torch.Tensor.data = _data_with_places(torch.Tensor.data)  # type: ignore[assignment]
+for _name in ("apply_", "map_", "map2_"):
+    setattr(torch.Tensor, _name, _by_element(getattr(torch.Tensor, _name)))
+torch.nn.functional.one_hot = _checked_one_hot(torch.nn.functional.one_hot)
+nn.Module._apply = _applied_with_places(nn.Module._apply)  # type: ignore[method-assign]
+if dist.is_available():
+    for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):
+        for _module in (dist, dist.distributed_c10d):
+            setattr(_module, _name, _checked_lists(getattr(_module, _name)))
