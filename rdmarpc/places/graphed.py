@@ -78,13 +78,14 @@ class Graphed:
 
     def _around(self) -> tuple[Any, ...]:
         """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train,
-        numbers of optimizers, which gradients there are, and which are wanted."""
+        which parameters they have, numbers of optimizers, which gradients there are, and which are wanted."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
-        training = tuple(module.training for ref in self._modules.values() if (module := ref()) is not None)
-        numbers = tuple(_numbers(found) for ref in self._optimizers.values() if (found := ref()) is not None)
+        found = [module for ref in self._modules.values() if (module := ref()) is not None]
+        modules = tuple((module.training, *map(id, module._parameters.values())) for module in found)
+        numbers = tuple(_numbers(each) for ref in self._optimizers.values() if (each := ref()) is not None)
         wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
-        return flags(), modes, training, numbers, wanted
+        return flags(), modes, modules, numbers, wanted
 
     def _form(self, key: Any) -> _Form:
         found = self._forms.get(key)

@@ -458,6 +458,10 @@ def replaced() -> None:
     runs = pair.graph.runs
     calls(3)
     assert pair.graph.runs == runs  # written in place: nothing has changed for the graph
+    weights = [net[0].weight for net in (pair.alone, pair.placed)]  # which live on
+    for net, weight in zip((pair.alone, pair.placed), weights):
+        net[0].weight = nn.Parameter(weight.detach().clone() / 2)
+    calls(5)
     pair.end(pair.graph.replays)
 
 
