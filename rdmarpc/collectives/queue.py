@@ -213,6 +213,8 @@ class Work(dist.Work):
         return list(self.outputs)
 
     def source_rank(self) -> int:
+        if self.source < 0:
+            raise RuntimeError(f"sourceRank() is of a message that was received, not of {self.describe}")
         return self.source
 
     _source_rank = source_rank

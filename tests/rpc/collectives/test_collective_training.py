@@ -136,6 +136,8 @@ def _seldom(meeting: Meeting) -> None:
         assert sorted(sources) == [1, 2] and came[0] == sources[-1]
     else:
         dist.send(torch.full((5,), float(rank)), 0)
+    with pytest.raises(RuntimeError, match=r"sourceRank\(\) is of a message that was received, not of broadcast"):
+        dist.broadcast(torch.ones(1), 0, async_op=True).source_rank()
     dist.monitored_barrier()
     part = dist.split_group(split_ranks=[[2, 0]])
     assert (part is None) == (rank == 1)
