@@ -158,8 +158,8 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
     if not isinstance(value, torch.optim.Optimizer):
         if hasattr(value, "state_dict"):
             return value.state_dict()
-        room = {key: bring_home(value)}
-        return (_completed(room, paths, metadata) if isinstance(value, (dict, list)) else room)[key]
+        plain = {key: bring_home(value)}
+        return (_completed(plain, paths, metadata) if isinstance(value, (dict, list)) else plain)[key]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
