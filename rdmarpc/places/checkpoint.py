@@ -154,11 +154,14 @@ def _content(value: Any, names: Mapping[int, str]) -> Any:
 
 def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) -> Any:
     """Where DCP loads it to. Of an optimizer: as much as the checkpoint has of these parameters, where each of them lies."""
+    paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] == key}
     if not isinstance(value, torch.optim.Optimizer):
-        return value.state_dict() if hasattr(value, "state_dict") else bring_home(value)
+        if hasattr(value, "state_dict"):
+            return value.state_dict()
+        plain = {key: bring_home(value)}
+        return (_completed(plain, paths, metadata) if isinstance(value, (dict, list)) else plain)[key]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] == key}
     if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
         raise ValueError(f"optimizer {key!r} has fewer groups than in the checkpoint")
     places = {names[id(parameter)]: place_of(parameter) for parameter in _parameters(value)}
@@ -170,7 +173,22 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
             if isinstance(stored, TensorStorageMetadata):
                 room = _empty(stored, None if path[3] == "step" else places[path[2]])  # torch counts steps here
             found.setdefault(path[2], {})[path[3]] = room
-    return {"state": found, "param_groups": bring_home(_groups(value, names))}
+    options = {name: path for name, path in paths.items() if path[1] == "param_groups"}
+    return _completed({key: {"state": found, "param_groups": bring_home(_groups(value, names))}}, options, metadata)[key]
+
+
+def _completed(room: dict[str, Any], paths: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """With room for all that the checkpoint has at ``paths``: DCP loads what it is asked for, and says nothing of the rest."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    there = flatten_state_dict(room)[0]
+    for name, path in paths.items():
+        if name not in there:
+            stored = metadata.state_dict_metadata[name]
+            set_element(room, path, _empty(stored, None) if isinstance(stored, TensorStorageMetadata) else None)
+    return room
 
 
 def _empty(stored: TensorStorageMetadata, place: Stream | None) -> torch.Tensor:

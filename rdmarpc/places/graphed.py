@@ -542,7 +542,7 @@ class Program:
                 else:
                     event = step.event
                     name, at = (word if isinstance(word, int) else self._found(word, call) for word in step.words)
-                    call.locals[event.made.key] = event.stream.fetch(name, at, event.meta)
+                    call.locals[event.made.key] = event.stream.fetch(name, at, event.meta, event.made.offset)
                 for key in self._dropped.get(index, ()):
                     call.locals.pop(key, None)
             for ref, plain in self._replaced:

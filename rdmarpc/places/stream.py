@@ -30,7 +30,7 @@ from ..base.worker_info import WorkerInfo
 from ..calls import agent as _agent
 from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
-from .geometry import Geometry, bare, dressed, geometry, over, room
+from .geometry import Geometry, bare, dressed, geometry, room
 from .plain import dump, encode, load_error, loads
 from .worker import ENDED, HEAD_BYTES, REPLY_BYTES, Derived, Landing, raw
 
@@ -519,8 +519,8 @@ class Stream:
         source._manage(runners.reach_region, number, self.worker, descriptor, notify)
         return Region(number, nbytes, None)
 
-    def fetch(self, name: int, at: int, meta: Meta) -> torch.Tensor:
-        """A copy of a tensor's bytes, here: with its strides."""
+    def fetch(self, name: int, at: int, meta: Meta, address: int) -> torch.Tensor:
+        """A copy of a tensor's bytes, here: with its strides, and with ``address`` modulo 64."""
         if self.closed is not None:
             self._refuse()
         shape = meta.geometry
@@ -528,15 +528,19 @@ class Stream:
         self._counts["bytes_out"] += used
         self._counts["home"] += 1
         number = self.tell_meta(meta)
+        nbytes, shift = room(shape, address)
         if used <= ANSWERED_BYTES:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             blob = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
-            found = over(bytearray(blob), 0, shape)
+            memoryview(memory.numpy())[shift : shift + used] = blob
         else:
-            memory = self.channel.empty(room(shape, 0)[0], dtype=torch.uint8)
+            memory = self.channel.empty(nbytes, dtype=torch.uint8)
             descriptor = ring.as_words(self.channel.device.export(memory))
-            self.question([ring.FETCH, name, at, number, 0, 0, *descriptor], 4)
-            found = torch.empty(0, dtype=shape.dtype)
-            found.set_(memory.untyped_storage(), memory.storage_offset() // shape.dtype.itemsize, shape.shape, shape.strides)
+            self.question([ring.FETCH, name, at, number, 0, shift, *descriptor], 4)
+        found = torch.empty(0, dtype=shape.dtype)
+        found.set_(
+            memory.untyped_storage(), (memory.storage_offset() + shift) // shape.dtype.itemsize, shape.shape, shape.strides
+        )
         for each in observing.observers:
             each.fetched(self, name, at, meta, found)
         return dressed(found, shape)

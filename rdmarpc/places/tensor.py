@@ -200,7 +200,7 @@ class RemoteTensor(torch.Tensor):
         used = self._meta.geometry.span * itemsize
         if used:
             memory = meta_of(Geometry((used,), (1,), torch.uint8))
-            mirror.fill(start, raw(handle.stream.fetch(handle.name, start, memory)))
+            mirror.fill(start, raw(handle.stream.fetch(handle.name, start, memory, 0)))
         return mirror.address + start
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, kind: type = torch.Tensor) -> torch.Tensor | None:
@@ -387,8 +387,8 @@ def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
 def _home(tensor: RemoteTensor) -> torch.Tensor:
     if tensor._meta.geometry.layout is not _STRIDED:
         return _rebuilt(tensor, lambda part: at_place(part, None))
-    handle = tensor._handle
-    return handle.stream.fetch(handle.name, tensor._at, tensor._meta)
+    handle, meta = tensor._handle, tensor._meta
+    return handle.stream.fetch(handle.name, tensor._at, meta, tensor._offset * meta.geometry.dtype.itemsize)
 
 
 def _crossed(tensor: RemoteTensor, place: Stream) -> torch.Tensor:

@@ -265,8 +265,31 @@ def addresses() -> None:
     assert type(plain) is torch.Tensor and torch.equal(plain + 0, x * 2)
 
 
+def alignments() -> None:
+    """Products here of a gradient that is a part of one at a worker: a kernel adds up by the alignment of its operands."""
+    for rows in (8, 300):
+        torch.manual_seed(3)
+        start, queue, keys = torch.randn(rows, 8), torch.randn(8, 32), torch.randn(rows, 8)
+        grads = []
+        for near in (keys, keys.to(rpc.device("worker1"))):
+            z = start.clone().requires_grad_()
+            F.cross_entropy(
+                torch.cat([(z * near).sum(1, keepdim=True), z @ queue], 1), torch.zeros(rows, dtype=torch.long)
+            ).backward()
+            grads.append(z.grad)
+        assert torch.equal(*map(home, grads))
+    there = torch.arange(20000.0).to(rpc.device("worker1"))
+    for part in (there, there[3:5], there[5:], there[7::3]):
+        copy = at_place(part, None)
+        assert copy.data_ptr() % 64 == part.storage_offset() * 4 % 64 and torch.equal(copy, home(part))
+
+
 def test_addresses_are_those_of_copies(group):
     group.run(addresses)
+
+
+def test_copies_here_keep_their_alignment(group):
+    group.run(alignments)
 
 
 def flags() -> None:

@@ -40,6 +40,14 @@ def training(folder: str) -> None:
     assert [step(again) for _ in range(5)] == losses
     assert_same(home(again["model"].state_dict()), end)
 
+    rpc.save_checkpoint({**again, "plain": {"rates": again["schedule"].state_dict(), "rows": [torch.ones(2), 3]}}, place)
+    later = torch.optim.Adam(again["model"].parameters(), 0.5)  # has no schedule yet: none of what one adds to groups
+    bare = {"model": again["model"], "optimizer": later, "plain": {"rows": []}}
+    rpc.load_checkpoint(bare, place)
+    assert_same(later.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
+    assert bare["plain"]["rates"] == again["schedule"].state_dict()
+    assert_same(bare["plain"]["rows"], [torch.ones(2), 3])
+
     grouped = [{"params": [*again["model"].parameters()][:2]}, {"params": [*again["model"].parameters()][2:]}]
     grown = {**again, "optimizer": torch.optim.Adam(grouped, 0.01)}
     rpc.save_checkpoint(grown, str(Path(folder) / "groups"))
