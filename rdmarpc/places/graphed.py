@@ -63,12 +63,13 @@ class Graphed:
             tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
             form = self._form((_arguments(leaves), tree, self._around()))
             program = form.program
+            modes = torch._C._len_torch_dispatch_stack()  # of the program, or another step that is captured around this one
             checks = self.check > 0 and (self.replays + self.runs) % self.check == self.check - 1
-            if program is not None and not checks and not observing.observers and program.holds():
+            if program is not None and not checks and not modes and not observing.observers and program.holds():
                 self.replays += 1
                 return program.replay(tensors)
             self.runs += 1
-            if form.tries >= _TRIES or observing.capture:  # another step, here or in another thread, is captured
+            if form.tries >= _TRIES or modes or observing.capture:  # another thread captures
                 return tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
             return self._captured(form, tensors, args, kwargs, checks)
 

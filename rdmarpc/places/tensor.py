@@ -49,6 +49,7 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
+_modes = torch._C._len_torch_dispatch_stack
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
@@ -200,7 +201,8 @@ class RemoteTensor(torch.Tensor):
         used = self._meta.geometry.span * itemsize
         if used:
             memory = meta_of(Geometry((used,), (1,), torch.uint8))
-            mirror.fill(start, raw(handle.stream.fetch(handle.name, start, memory, 0)))
+            with _unseen():
+                mirror.fill(start, raw(handle.stream.fetch(handle.name, start, memory, 0)))
         return mirror.address + start
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, kind: type = torch.Tensor) -> torch.Tensor | None:
@@ -280,6 +282,16 @@ def _with_storage(tensor: RemoteTensor) -> torch.Tensor:
     if not tensor._meta.strided:
         return at_place(tensor.detach(), None).detach()
     return view_of(at_place(_bytes_of(tensor._handle), None), tensor._meta.geometry, tensor._offset)
+
+
+def brought(tensor: RemoteTensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A copy here that nobody else has; those of tensors over one storage lie over one in ``storages``."""
+    if not tensor._meta.strided:
+        return at_place(tensor.detach(), None).clone()
+    handle = tensor._handle
+    if handle.name not in storages:
+        storages[handle.name] = at_place(_bytes_of(handle), None).clone()
+    return view_of(storages[handle.name], tensor._meta.geometry, tensor._offset).data
 
 
 def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
@@ -372,8 +384,9 @@ def at_place(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
 
 
 def _unseen() -> Any:
-    """What a copy computes here is no part of a step that is captured: the copy is."""
-    return _disable_current_modes() if observing.capture else contextlib.nullcontext()
+    """What a copy computes here is nothing that the program computes: modes, its own or one that captures a step, see the copy
+    alone."""
+    return _disable_current_modes() if _modes() else contextlib.nullcontext()
 
 
 def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:

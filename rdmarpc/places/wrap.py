@@ -22,7 +22,7 @@ from .placement import Where, home, resolve
 from .recording import FirstSteps
 from .runners import counters_here
 from .stream import Stream, meta_of, stream_to, streams
-from .tensor import OWN, RemoteTensor, at_place, bring_home, make_empty, place_of, running_at, wrapper
+from .tensor import OWN, RemoteTensor, at_place, bring_home, brought, make_empty, place_of, running_at, wrapper
 
 
 def wrap(
@@ -261,28 +261,37 @@ def _displace(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
         net.close()
         return
     _unite(net)
+    storages: dict[int, torch.Tensor] = {}
     for path, module in net.named_modules():
         where = home(places, path)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *_attributes(module)):
             if type(tensor) is RemoteTensor and where is not None and tensor._handle.stream is not stream_to(*where):
-                exchange(tensor, at_place(tensor.detach(), None).clone())
+                exchange(tensor, brought(tensor, storages))
+
+
+def _attributes(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors of a module that are neither parameters nor buffers, as far as they are no views and have no graph."""
+    found = [each for each in module.__dict__.values() if type(each) in (torch.Tensor, RemoteTensor)]
+    return [each for each in found if each.layout is torch.strided and each.grad_fn is None and not each._is_view()]
 
 
 def come_home(net: nn.Module) -> None:
-    """Have all tensors of a model lie in this process, in place."""
+    """Have all tensors of a model lie in this process, in place. What lay over each other does so here."""
     memo: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.Tensor] = {}
     for module in net.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *_attributes(module)):
             if type(tensor) is RemoteTensor and id(tensor) not in memo:
                 memo[id(tensor)] = tensor
     for tensor in memo.values():
         with suppress(RdmaError):  # what lay at a worker that is lost is lost: its next use says so
-            exchange(tensor, at_place(tensor.detach(), None).clone())
+            exchange(tensor, brought(tensor, storages))
 
 
 def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     """Move tensors to their places, in place: who holds a parameter holds it afterwards. Tensors that overlap in memory move as
-    one, to where the first of them goes. Nothing has moved when an error is raised."""
+    one, to where the first of them goes; other attributes of modules move with what they overlap. Nothing has moved when an
+    error is raised."""
     storages: dict[int, list[tuple[torch.Tensor, Where | None]]] = {}
     seen: set[int] = set()
     for path, module in net.named_modules(remove_duplicate=False):
@@ -298,6 +307,10 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
                 storages.setdefault(key, []).append((tensor, where))
             elif where is not None:
                 storages[key] = [(t, where if t is tensor and w is None else w) for t, w in storages[key]]
+    for tensor in (each for module in net.modules() for each in _attributes(module) if id(each) not in seen):
+        if type(tensor) is not RemoteTensor and (key := tensor.untyped_storage()._cdata) in storages:
+            seen.add(id(tensor))
+            storages[key].append((tensor, None))
     groups = [group for sharing in storages.values() for group in _overlapping(sharing)]
     done: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:

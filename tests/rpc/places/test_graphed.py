@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from standing_group import StandingGroup
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
@@ -620,3 +622,23 @@ def within_autocast() -> None:
 
 def test_within_autocast(group):
     group.run(within_autocast)
+
+
+class Rounded(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.bfloat16().to(out.dtype) if func is torch.ops.aten.addmm.default else out
+
+
+def within_a_mode() -> None:
+    """What a mode of the program changes is changed, whether or not the step was captured before."""
+    pair = Pair(mlp(), momentum, {"2": "worker1"})
+    for number, (x, y) in enumerate(batches(14)):
+        with Rounded() if number < 3 or number > 11 else contextlib.nullcontext():
+            pair.both(x, y)
+    pair.end(pair.graph.replays, runs=14 - pair.graph.replays)
+    assert pair.graph.replays >= 3, pair.graph.why
+
+
+def test_within_a_mode(group):
+    group.run(within_a_mode)

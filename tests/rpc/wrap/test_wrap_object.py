@@ -285,6 +285,37 @@ def test_tied_weights(drive):
     drive(tied)
 
 
+class Overlapping(nn.Module):
+    """Parameters over one memory, and an attribute over a parameter's, as ``spectral_norm`` of old has it before a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(30)
+        self.scale, self.shift = nn.Parameter(memory[:20]), nn.Parameter(memory[10:])
+        self.seen = self.shift.data
+        self.head = nn.utils.spectral_norm(nn.Linear(20, 4))
+
+    def forward(self, x):
+        return self.head(x * self.scale + self.shift) + self.seen.sum()
+
+
+def overlapping() -> None:
+    """What lies over each other does so at the worker, and at home again, whether or not the model has run between."""
+    for rounds in (0, 2):
+        model, twin = both(Overlapping, {"": "worker1"})
+        optimizers = [sgd(each) for each in (model, twin)]
+        for x, y in DATA[:rounds]:
+            assert_same(*(step(each, o, x, y) for each, o in zip((model, twin), optimizers)))
+        model.close()
+        for x, y in DATA:
+            assert_same(*(step(each, o, x, y) for each, o in zip((model, twin), optimizers)))
+        assert_same([model.state_dict(), model.seen], [twin.state_dict(), twin.seen])
+
+
+def test_overlapping_tensors(drive):
+    drive(overlapping)
+
+
 def shared() -> None:
     """A module that two models have; a model that is given to ``wrap`` again, for other parts; one inside of another."""
     nets = []
