@@ -277,7 +277,7 @@ def _attributes(module: nn.Module) -> list[torch.Tensor]:
 
 def come_home(net: nn.Module) -> None:
     """Have all tensors of a model lie in this process, in place. What lay over each other does so here."""
-    memo: dict[int, torch.Tensor] = {}
+    memo: dict[int, RemoteTensor] = {}
     storages: dict[int, torch.Tensor] = {}
     for module in net.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *_attributes(module)):
