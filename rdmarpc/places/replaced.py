@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..transport import NotSupported
-from .tensor import RemoteTensor, at_place
+from .tensor import RemoteTensor
 from .wrap import exchange
 
 
@@ -23,7 +23,7 @@ def _data_with_places(torchs: Any) -> property:
 
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if type(value) is RemoteTensor and type(tensor) is not RemoteTensor:
-            value = at_place(value.detach(), None).clone()
+            value = value.detach().cpu()
         torchs.__set__(tensor, value)
 
     return property(torchs.__get__, set_data, doc=torchs.__doc__)
@@ -35,7 +35,7 @@ def _by_element(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     def home(value: Any) -> Any:
         if type(value) is not RemoteTensor:
             return value
-        return at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
+        return value.detach().cpu().requires_grad_(value.requires_grad)
 
     @functools.wraps(torchs)
     def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -204,7 +204,7 @@ class Stream:
         self.key = uuid.uuid4().hex
         self.lock = threading.RLock()
         self.dead: deque[int | list[int] | tuple[int, tuple[Region, int, int]]] = deque()
-        """Names that have died, and places; what is ``due``; and messages that are owed (``owe``)."""
+        """Names that have died, with their places; positions that are ``due``; messages that are owed (``owe``)."""
         self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
         """Forms of calls, by the grad mode, which some kernels ask for: those under the autocast of ``state``."""
         self._known: dict[Any, Any] = {None: self.known}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def wrap(
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     _displace(net, places)
     if not isinstance(net, WrappedModel):
-        net.__class__ = _wrapped_class(type(net))
+        net.__class__ = subclass_of(type(net), WrappedModel, "_wrapped")
     assert isinstance(net, WrappedModel)
     move(net, places)
     net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
@@ -72,12 +72,27 @@ def wrap(
     return net
 
 
-def _wrapped_class(kind: type[nn.Module]) -> type[WrappedModel]:
-    """One for all models of a class: torch asks whether models are of the same."""
+Extended = TypeVar("Extended", bound=nn.Module)
+
+
+def subclass_of(kind: type[nn.Module], methods: type[Extended], original: str) -> type[Extended]:
+    """The class of a model of class ``kind`` that has these methods besides, and names ``kind`` by its attribute ``original``.
+    One for all models of a class: torch asks whether models are of the same."""
     for found in kind.__subclasses__():
-        if found.__dict__.get("_wrapped") is kind:
-            return cast(type[WrappedModel], found)
-    return type(kind.__name__, (WrappedModel, kind), {"_wrapped": kind, "__module__": kind.__module__})
+        if found.__dict__.get(original) is kind:
+            return cast(type[Extended], found)
+    return type(kind.__name__, (methods, kind), {original: kind, "__module__": kind.__module__})
+
+
+def as_original(reduced: Any, kind: type[nn.Module], without: str) -> Any:
+    """What ``__reduce_ex__`` of such a model has given, as that of a model of class ``kind`` without one attribute."""
+    _, args, state, *rest = reduced
+    return _made, (kind, *args[1:]), {name: value for name, value in state.items() if name != without}, *rest
+
+
+def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
+    return kind.__new__(kind, *args)
 
 
 class Placed:
@@ -193,15 +208,7 @@ class WrappedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, args, state, *rest = reduced
-        state = {name: value for name, value in state.items() if name != "_placement"}
-        return remade, (self._wrapped, *args[1:]), state, *rest
-
-
-def remade(kind: type[nn.Module], *args: Any) -> nn.Module:
-    """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
-    return kind.__new__(kind, *args)
+        return as_original(super().__reduce_ex__(protocol), self._wrapped, "_placement")
 
 
 class Replicas:

@@ -13,7 +13,7 @@ from torch import nn
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph import Crossing, Transfers, describe
-from ..places.wrap import WrappedModel, remade
+from ..places.wrap import WrappedModel, as_original, subclass_of
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .bundle import ALWAYS, TRACED, Edge
@@ -75,7 +75,7 @@ def serve(
         if optimizer is not None:
             there.optimizer = served_optimizer.make(there, optimizer, list(net.parameters()), defaults)
         kind = net._served if isinstance(net, ServedModel) else type(net)
-        net.__class__ = type(kind.__name__, (ServedModel, kind), {"_served": kind, "__module__": kind.__module__})
+        net.__class__ = subclass_of(kind, ServedModel, "_served")
         assert isinstance(net, ServedModel)
         net._servers = there
     except BaseException:
@@ -252,9 +252,7 @@ class ServedModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class, with the present weights: no server knows of them."""
         self._wait()
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, args, state, *rest = reduced
-        return remade, (self._served, *args[1:]), {key: value for key, value in state.items() if key != "_servers"}, *rest
+        return as_original(super().__reduce_ex__(protocol), self._served, "_servers")
 
 
 _NAMES = [name for name in vars(ServedModel) if not name.startswith("_") and not hasattr(nn.Module, name)]

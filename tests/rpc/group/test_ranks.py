@@ -29,6 +29,15 @@ def place(store: str) -> dict[str, str]:
     return {"init_method": f"tcp://127.0.0.1:{free_port()}"} if store == "tcp" else {}
 
 
+def called_until_refused(meeting):
+    """Of two workers that meet, call each other, and go on when a third one has been refused."""
+    meeting.join(world_size=2)
+    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (1,)) == 1
+    meeting.say(f"called/{meeting.rank}")
+    meeting.hear("refused")
+    return calls(meeting.rank)
+
+
 def started_twice(rank, meeting):
     """Worker 2 is ``rank`` once more, while the right one is at work."""
     if meeting.rank == 2:
@@ -37,11 +46,7 @@ def started_twice(rank, meeting):
             meeting.join(name="again", rank=rank, world_size=2)
         meeting.say("refused")
         return "refused"
-    meeting.join(world_size=2)
-    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (1,)) == 1
-    meeting.say(f"called/{meeting.rank}")
-    meeting.hear("refused")
-    return calls(meeting.rank)
+    return called_until_refused(meeting)
 
 
 @pytest.mark.parametrize(("device", "rank", "store"), [("shm", 1, "tcp"), ("tcp", 1, "file"), ("tcp", 0, "file")])
@@ -160,11 +165,7 @@ def of_another_size(meeting):
             meeting.join(name="alone", rank=0, world_size=1)
         meeting.say("refused")
         return "refused"
-    meeting.join(world_size=2)
-    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (1,)) == 1
-    meeting.say(f"called/{meeting.rank}")
-    meeting.hear("refused")
-    return calls(meeting.rank)
+    return called_until_refused(meeting)
 
 
 def test_a_worker_that_takes_the_group_for_another_one():

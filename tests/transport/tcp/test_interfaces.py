@@ -41,12 +41,16 @@ PROGRAM = """
 """
 
 
+CHOOSING = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
+"""Variables that say which interface is taken; empty ones are none."""
+
+
 def listening(commands: list[str], place: str = "tcp", secret: bytes = b"open sesame, open", **variables: str) -> str:
     """What a program prints on a host with these interfaces: in a network namespace of its own."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(textwrap.dedent(PROGRAM.format(commands=commands, place=place, secret=secret)))
         file.flush()
-        done = run(file.name, timeout=120, environment=variables)
+        done = run(file.name, timeout=120, environment=dict.fromkeys(CHOOSING, "") | variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
