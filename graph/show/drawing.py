@@ -15,8 +15,8 @@ from .tables import shortened, size
 _INK, _QUIET, _PAPER, _BOX = "#1a1a1a", "#5f6368", "#ffffff", "#eef2f5"
 _COLORS = {"activation": "#0072b2", "gradient": "#d55e00", "weight": "#00795c", "parameter": "#00795c", "input": "#6b4c9a"}
 """Okabe and Ito's palette, green a little darker: it has to carry text."""
-_POINTS, _CHARACTER, _ROW = 9, 0.08, 0.4
-"""Of text; inches of a character, and of a row."""
+_POINTS, _CHARACTER, _LINE, _ROW = 9, 0.08, 0.15, 0.4
+"""Of text; inches of a character, of a line, and of a row."""
 _PARTS, _NOTES = 8, 6
 
 
@@ -32,7 +32,7 @@ def draw(crossings: Sequence[Crossing], workers: Sequence[WorkerRecord], path: s
     texts = [*map(label, arrows.values()), *(line for lines in boxes.values() for line in lines)]
     width = _CHARACTER * max(map(len, texts)) + 0.4
     columns = {name: width * at for at, name in enumerate(boxes)}
-    bottom, top = -_ROW * (len(arrows) + 1), 0.5 + 0.2 * max(map(len, boxes.values()))
+    bottom, top = -_ROW * (len(arrows) + 1), 0.35 + _LINE * max(map(len, boxes.values()))
     figure = Figure(figsize=(width * len(boxes), top - bottom), facecolor=_PAPER)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(-width / 2, width * (len(boxes) - 0.5)), ylim=(bottom, top))
@@ -51,7 +51,7 @@ def draw(crossings: Sequence[Crossing], workers: Sequence[WorkerRecord], path: s
         axes.text(middle, y + 0.05, label(found), color=color, bbox=over, **text)
     total = size(sum(crossing.nbytes * crossing.times for crossing in crossings))
     below = [f"{_count(crossings, 'edge')}, {total} cross in a training step", *notes(crossings)]
-    axes.text(-width / 2, bottom, "\n".join(below), color=_QUIET, **{**text, "ha": "left", "va": "top"})
+    axes.text(-width / 2, bottom - _LINE, "\n".join(below), color=_QUIET, **{**text, "ha": "left", "va": "top"})
     figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
