@@ -26,7 +26,7 @@ from . import autocast, observing
 from .geometry import Geometry, geometry
 from .operators import Operator, operator
 from .stream import Known, Meta, Storage, Stream
-from .tensor import RemoteTensor, known_form
+from .tensor import RemoteTensor, address_of, known_form
 from .worker import flags
 
 _CONSTANT_BYTES = 1 << 16
@@ -91,7 +91,8 @@ class Brought(NamedTuple):
 
 
 class Crossed(NamedTuple):
-    """A tensor was copied from worker to worker."""
+    """A tensor was copied from worker to worker. ``shift``: its address modulo 64; over an argument's storage it counts from
+    that argument."""
 
     source: Stream
     ref: Ref
@@ -121,6 +122,7 @@ class Result(NamedTuple):
     meta: Meta
     offset: int
     nbytes: int
+    shift: int
 
 
 class Local:
@@ -303,6 +305,9 @@ class Capture(TorchDispatchMode):
         if threading.get_ident() == self._thread:
             self.storages[source.name] = weakref.ref(source)
             ref, number = Ref(source.name, at), self._number_moved(made)
+            index = self.remote_arguments.get(source.name)
+            if index is not None:
+                shift = (shift - address_of(self.arguments[index])) % 64
             self.events.append(Crossed(source.stream, ref, meta, shift, made.stream, number))
 
     def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
@@ -400,7 +405,7 @@ class Capture(TorchDispatchMode):
             if type(leaf) is RemoteTensor:
                 handle = leaf._handle
                 ref = Ref(handle.name, leaf._at)
-                self.results.append(Result(ref, handle.stream, leaf._meta, leaf._offset, handle.nbytes))
+                self.results.append(Result(ref, handle.stream, leaf._meta, leaf._offset, handle.nbytes, handle.shift))
                 self.storages.setdefault(handle.name, weakref.ref(handle))
             else:
                 self.results.append(self.plain(leaf) if isinstance(leaf, torch.Tensor) else leaf)

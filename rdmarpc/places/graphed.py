@@ -26,7 +26,7 @@ from . import autocast, observing, ring
 from .capture import Brought, Capture, Crossed, Event, Fetched, Number, Plain, Posted, Ran, Ref, Result, difference, plains
 from .geometry import Geometry, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
-from .tensor import RemoteTensor, wrapper
+from .tensor import RemoteTensor, address_of, wrapper
 from .worker import HEAD_BYTES, flags
 
 _log = logging.getLogger("rdmarpc")
@@ -269,6 +269,7 @@ class Call:
         self.locals: dict[int, torch.Tensor] = {}
         self.brought: dict[int, Storage] = {}
         self.places: dict[int, tuple[Region, int, int]] = {}
+        self.shifts: dict[int, int] = {}
 
     def given(self, value: tuple[Any, ...]) -> int:
         kind, which, *ahead = value
@@ -278,6 +279,8 @@ class Call:
             return self.arguments[which]._offset + ahead[0]
         if kind == "brought":
             return self.brought[which].name
+        if kind == "shift":
+            return self.shifts[which]
         region, offset, _ = self.places[which]
         return region.number if kind == "region" else offset
 
@@ -432,7 +435,7 @@ class Program:
             part.put(ring.OPERATION, [event.signature, ("made", event.first) if event.first >= 0 else 0, *operands])
             part.operations += 1
         elif isinstance(event, Crossed):
-            where: list[Word] = [event.meta.number, ("region", event.made), ("offset", event.made), event.shift]
+            where: list[Word] = [event.meta.number, ("region", event.made), ("offset", event.made), ("shift", event.made)]
             self._parts[event.source].put(ring.SEND, [*self._ref(event.ref), *where])
             self._parts[event.stream].put(ring.LAND, [("made", event.made), *where])
             self._crossings.append(event)
@@ -559,7 +562,8 @@ class Program:
     def _run(self, run: Run, call: Call) -> None:
         with crossing if run.crossings else contextlib.nullcontext():
             for event in run.crossings:
-                nbytes = room(event.meta.geometry, event.shift)[0] + HEAD_BYTES
+                nbytes, call.shifts[event.made] = room(event.meta.geometry, self._address(event, call))
+                nbytes += HEAD_BYTES
                 with event.stream.lock:
                     call.places[event.made] = (*event.stream.place(event.source, nbytes), nbytes)
                 event.source.count_move()
@@ -574,6 +578,11 @@ class Program:
                     for late, name, given, freed, _ in posts[at:] if at else ():
                         late.owe([ring.REPLAY, name, call.base, *given], freed)
                     raise
+
+    def _address(self, event: Crossed, call: Call) -> int:
+        """Of the tensor that crosses, modulo 64."""
+        index = self._capture.remote_arguments.get(event.ref.name)
+        return event.shift if index is None else (event.shift + address_of(call.arguments[index])) % 64
 
     def _found(self, word: tuple[Any, ...], call: Call) -> int:
         return call.base + word[1] if word[0] == "made" else call.given(word)
@@ -638,7 +647,7 @@ class Program:
             else:
                 storage = storages.get(number)
                 if storage is None:
-                    storage = Storage(each.stream, call.base + number, each.nbytes, call.places.get(number))
+                    storage = Storage(each.stream, call.base + number, each.nbytes, call.places.get(number), each.shift)
                     storages[number] = storage
             found.append(wrapper(storage, each.meta, offset, at))
         return found

@@ -108,12 +108,14 @@ _mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Storage:
     """Memory at a worker that tensors here stand for; freed there when the last of them dies. ``copies``: what has been moved
     elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it
-    (parameters)."""
+    (parameters). ``shift``: its address modulo 64."""
 
-    __slots__ = ("__weakref__", "_mirror", "anchor", "copies", "name", "nbytes", "place", "stream")
+    __slots__ = ("__weakref__", "_mirror", "anchor", "copies", "name", "nbytes", "place", "shift", "stream")
 
-    def __init__(self, stream: Stream, name: int, nbytes: int, place: tuple[Region, int, int] | None = None) -> None:
-        self.stream, self.name, self.nbytes, self.place = stream, name, nbytes, place
+    def __init__(
+        self, stream: Stream, name: int, nbytes: int, place: tuple[Region, int, int] | None = None, shift: int = 0
+    ) -> None:
+        self.stream, self.name, self.nbytes, self.place, self.shift = stream, name, nbytes, place, shift
         self.copies: dict[Any, Any] | None = None
         self.anchor = False
         self._mirror: Mirror | None = None
@@ -483,13 +485,13 @@ class Stream:
             number, name = self.tell_meta(meta), next(names) << 20
             if used <= INLINE_BYTES:
                 self.post([ring.INLINE, name, number, shift, *ring.as_words(raw(tensor))])
-                made = Storage(self, name, used)
+                made = Storage(self, name, used, None, shift)
             else:
                 region, offset = self.place(None, nbytes)
                 assert region.landing is not None
                 region.landing.put(offset, shift, tensor)
                 self.post([ring.LAND, name, number, region.number, offset, shift])
-                made = Storage(self, name, used, (region, offset, nbytes))
+                made = Storage(self, name, used, (region, offset, nbytes), shift)
         for each in observing.observers:
             each.brought(self, given, made)
         return made, meta, -1
@@ -569,10 +571,11 @@ class Stream:
             self.closed = self.closed or RuntimeError(gone)
 
 
-def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta, shift: int) -> Storage:
+def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta, address: int) -> Storage:
     """Copy a tensor from one worker to another: one WRITE there, into a place that is chosen here."""
     shape = meta.geometry
-    nbytes = room(shape, shift)[0] + HEAD_BYTES
+    nbytes, shift = room(shape, address)
+    nbytes += HEAD_BYTES
     with crossing:
         with target.lock:
             number, name = target.tell_meta(meta), next(names) << 20
@@ -586,7 +589,7 @@ def cross(source: Stream, target: Stream, storage: Storage, at: int, meta: Meta,
             target.dead.append(name)
             raise
     source.count_move()
-    made = Storage(target, name, shape.span * shape.dtype.itemsize, (region, offset, nbytes))
+    made = Storage(target, name, shape.span * shape.dtype.itemsize, (region, offset, nbytes), shift)
     for each in observing.observers:
         each.crossed(storage, at, meta, shift, made)
     return made

@@ -281,7 +281,12 @@ def _with_storage(tensor: RemoteTensor) -> torch.Tensor:
     """A copy here, over a copy of all of its storage, which is the same for all tensors over that."""
     if not tensor._meta.strided:
         return at_place(tensor.detach(), None).detach()
-    return view_of(at_place(_bytes_of(tensor._handle), None), tensor._meta.geometry, tensor._offset)
+    handle = tensor._handle
+    found = at_place(_bytes_of(handle), None)
+    if handle.shift:  # the view counts from the beginning of a storage
+        assert handle.copies is not None
+        found = handle.copies.setdefault("aligned", found.clone())
+    return view_of(found, tensor._meta.geometry, tensor._offset)
 
 
 def brought(tensor: RemoteTensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -351,6 +356,11 @@ def _unusual(storage: Storage, meta: Meta, offset: int) -> Any:
         return torch.Tensor._make_subclass(RemoteTensor, made)
 
 
+def address_of(tensor: RemoteTensor) -> int:
+    """The address at the worker of a strided tensor's first element, modulo 64."""
+    return (tensor._handle.shift + tensor._offset * tensor._meta.dtype.itemsize) % 64
+
+
 def place_of(tensor: torch.Tensor) -> Stream | None:
     """Where a tensor lies; ``None``: here."""
     return tensor._handle.stream if type(tensor) is RemoteTensor else None
@@ -401,7 +411,7 @@ def _home(tensor: RemoteTensor) -> torch.Tensor:
     if tensor._meta.geometry.layout is not _STRIDED:
         return _rebuilt(tensor, lambda part: at_place(part, None))
     handle, meta = tensor._handle, tensor._meta
-    return handle.stream.fetch(handle.name, tensor._at, meta, tensor._offset * meta.geometry.dtype.itemsize)
+    return handle.stream.fetch(handle.name, tensor._at, meta, address_of(tensor))
 
 
 def _crossed(tensor: RemoteTensor, place: Stream) -> torch.Tensor:
@@ -410,8 +420,7 @@ def _crossed(tensor: RemoteTensor, place: Stream) -> torch.Tensor:
     handle, meta = tensor._handle, tensor._meta
     if handle.stream.worker == place.worker:
         return _bring(at_place(tensor, None), place)
-    shift = tensor._offset * meta.geometry.dtype.itemsize % 64
-    return wrapper(cross(handle.stream, place, handle, tensor._at, meta, shift), meta, 0, -1)
+    return wrapper(cross(handle.stream, place, handle, tensor._at, meta, address_of(tensor)), meta, 0, -1)
 
 
 def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

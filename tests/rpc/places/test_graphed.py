@@ -341,6 +341,24 @@ def test_arguments(group):
     group.run(arguments)
 
 
+def misaligned() -> None:
+    """Slices that cross from worker to worker: a kernel adds up by their addresses."""
+    torch.manual_seed(3)
+    data, weight = torch.randn(400), torch.randn(320)
+    there, held = data.to(rpc.device("worker1")), nn.Parameter(weight).to(rpc.device("worker2"))
+    step = rpc.graphed(lambda part: torch.dot(part * 1, held) + torch.mv(part.view(10, 32), held[:32]))
+    with torch.no_grad():
+        for at in range(24):
+            part = data[at : at + 320]
+            wanted = torch.dot(part * 1, weight) + torch.mv(part.view(10, 32), weight[:32])
+            assert torch.equal(home(step(there[at : at + 320])), wanted), at
+    assert step.replays > 18, step.why
+
+
+def test_slices_that_cross_keep_their_alignment(group):
+    group.run(misaligned)
+
+
 def reads(net: nn.Module, optimizer: Any) -> Step:
     step = trains(net, optimizer)
 

@@ -22,6 +22,7 @@ from torch import nn
 import rdmarpc as rpc
 from rdmarpc.calls import agent
 from rdmarpc.places import at_place, runners, streams, tensor
+from rdmarpc.places.names import place_named
 from rdmarpc.transport.tcp.channel import TcpChannel
 
 
@@ -281,7 +282,15 @@ def alignments() -> None:
     there = torch.arange(20000.0).to(rpc.device("worker1"))
     for part in (there, there[3:5], there[5:], there[7::3]):
         copy = at_place(part, None)
-        assert copy.data_ptr() % 64 == part.storage_offset() * 4 % 64 and torch.equal(copy, home(part))
+        address = part.storage_offset() * 4 % 64
+        assert copy.data_ptr() % 64 == address and torch.equal(copy, home(part))
+        one, two = (place_named(rpc.device(name)) for name in ("worker1", "worker2"))
+        crossed = at_place(part, two)
+        for moved in (crossed, at_place(crossed, one), at_place(copy, two)):
+            assert at_place(moved, None).data_ptr() % 64 == address
+            assert at_place(moved[1:], None).data_ptr() % 64 == (address + 4 * moved.stride(0)) % 64
+            assert torch.equal(at_place(moved, None), home(part))
+            assert torch.equal(pickle.loads(pickle.dumps(moved)), home(part))
 
 
 def test_addresses_are_those_of_copies(group):
