@@ -310,7 +310,7 @@ class Stream:
         names, places, taken = [ring.FREE], [], []
         try:
             with contextlib.suppress(IndexError):
-                while len(names) < 4096:
+                while True:
                     dead = self.dead.popleft()
                     taken.append(dead)
                     if isinstance(dead, tuple):

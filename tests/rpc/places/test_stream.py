@@ -398,11 +398,15 @@ def counted(graphed: bool, rank: int) -> None:
         target = next(each for each in streams() if each.worker == "worker2")
         move = rpc.graphed(lambda x: (x + 1).to(there)) if graphed else lambda x: at_place(x + 1, target)
         kept = [move(source) for _ in range(9)]
+        many = [torch.zeros(1, device=there) for _ in range(4097)]
+        dies = threading.Timer(1.5, many.clear)  # while the post waits that fails
         try:
             halt(last)
+            dies.start()
             with pytest.raises(rpc.TransferTimeout, match="has not run anything"):
                 while True:
                     kept.append(move(source))
+            dies.join()
             os.kill(last, signal.SIGCONT)
             kept[-1].cpu()
             halt(first)
