@@ -284,6 +284,10 @@ class Call:
         region, offset, _ = self.places[which]
         return region.number if kind == "region" else offset
 
+    def freed(self, part: Messages) -> list[tuple[Region, int, int]]:
+        """The places of what a program frees; they are the call's no more."""
+        return [self.places.pop(number) for number in part.freed]
+
 
 class Program:
     """A step that can be posted again: what is to be done in a call, in order. ``NotSupported``: it cannot."""
@@ -307,6 +311,11 @@ class Program:
         events = _needed(capture)
         self._homes = _homes(events)
         self._brought = {event.made for event in events if isinstance(event, Brought)}
+        self._made_at: defaultdict[Stream, list[int]] = defaultdict(list)
+        """What a call makes that no storage here frees."""
+        for number, stream in self._homes.items():
+            if number not in self._brought:
+                self._made_at[stream].append(number)
         ends = self._last_uses(events)
         self._free([("left", number) for number in self._static if ("left", number) not in ends])
         dying = defaultdict(list)
@@ -531,6 +540,15 @@ class Program:
     def replay(self, arguments: list[Any]) -> Any:
         """Do what the step does with other arguments of the same form."""
         call = Call(arguments)
+        try:
+            return self._replayed(call)
+        except BaseException:
+            for stream, numbers in self._made_at.items():
+                places = [call.places[number] for number in numbers if number in call.places]
+                stream.owe([ring.FREE, *(call.base + number for number in numbers)], places)
+            raise
+
+    def _replayed(self, call: Call) -> Any:
         for stream, state in self._states.items():
             if stream.state != state:
                 stream.tell_state(state)
@@ -556,7 +574,7 @@ class Program:
             results = tree_unflatten(self._returned(call), self._capture.spec)
         for stream, state in self._ends.items():
             stream.state = state if state == self._states[stream] else ()
-        self._wrote(arguments)
+        self._wrote(call.arguments)
         return results
 
     def _run(self, run: Run, call: Call) -> None:
@@ -569,14 +587,13 @@ class Program:
                 event.source.count_move()
             posts = []
             for stream, program, part in run.programs:
-                given, freed = [call.given(each) for each in part.values], [call.places[number] for number in part.freed]
-                posts.append((stream, program.name, given, freed, part.operations))
-            for at, (stream, name, given, freed, operations) in enumerate(posts):
+                posts.append((stream, program.name, [call.given(each) for each in part.values], part))
+            for at, (stream, name, given, part) in enumerate(posts):
                 try:
-                    stream.replay(name, call.base, given, freed, operations)
+                    stream.replay(name, call.base, given, call.freed(part), part.operations)
                 except BaseException:
-                    for late, name, given, freed, _ in posts[at:] if at else ():
-                        late.owe([ring.REPLAY, name, call.base, *given], freed)
+                    for late, name, given, part in posts[at:] if at else ():
+                        late.owe([ring.REPLAY, name, call.base, *given], call.freed(part))
                     raise
 
     def _address(self, event: Crossed, call: Call) -> int:

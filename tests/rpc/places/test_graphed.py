@@ -596,14 +596,42 @@ def nothing_stays() -> None:
     pair.end(pair.graph.replays)
 
 
+def nothing_stays_of_calls_that_fail() -> None:
+    """An error of worker 2 surfaces where a layer here asks for its value, while worker 1 waits for the backward."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layers = nn.Embedding(5, 3), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return (self.layers(index[:, None] / torch.ones(3)).cpu() + self.table(index).cpu()).square().sum()
+
+    pair = Pair(Net(), momentum, {"layers": "worker1", "table": "worker2"}, minimizes(lambda net, index: net(index)))
+    index = torch.arange(4)
+    for _ in range(6):
+        pair.both(index)
+    before = rpc.rpc_sync("worker1", tensors_here)
+    for _ in range(40):
+        with pytest.raises(IndexError):
+            pair.graph(index + 3)
+    for stream in streams():
+        stream.synchronize()
+    assert rpc.rpc_sync("worker1", tensors_here) - before <= 20, pair.graph
+    for _ in range(3):
+        pair.both(index)
+    pair.end(pair.graph.replays)
+
+
 def tensors_here() -> int:
     from rdmarpc.places import runners
 
     return sum(len(runner.values) for each in runners._runners.values() for runner in each.values())
 
 
-def test_nothing_stays(group):
-    group.run(nothing_stays)
+@pytest.mark.parametrize("body", [nothing_stays, nothing_stays_of_calls_that_fail])
+def test_nothing_stays(group, body):
+    group.run(body)
 
 
 def many_words() -> None:
