@@ -149,7 +149,7 @@ class Capture(TorchDispatchMode):
 
     _number = 0
 
-    def __init__(self, arguments: list[torch.Tensor], before: Capture | None) -> None:
+    def __init__(self, arguments: list[Any], before: Capture | None) -> None:
         super().__init__()
         self.why = ""
         """Why the call cannot be posted again."""

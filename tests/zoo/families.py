@@ -16,6 +16,7 @@ NEEDS = {
     "torchvision": ("torchvision",),
     "timm": ("timm",),
     "transformers": ("transformers",),
+    "architectures": ("transformers",),
     "torch_geometric": ("torch_geometric",),
     "trainers": ("lightning", "transformers", "accelerate"),
 }
@@ -27,6 +28,7 @@ MODULES = {
     "torchvision": "vision_models",
     "timm": "timm_models",
     "transformers": "language_models",
+    "architectures": "architectures",
     "torch_geometric": "graph_models",
     "trainers": "trainer_loops",
 }

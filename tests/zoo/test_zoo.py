@@ -18,6 +18,7 @@ FIRST = {
     "torchvision": ["squeezenet1_1"],
     "timm": ["resnet10t"],
     "transformers": ["BERT", "GPT-2"],
+    "architectures": ["mamba2, causal"],
     "torch_geometric": ["GCN"],
     "trainers": ["Lightning"],
 }
