@@ -151,14 +151,23 @@ class Work(dist.Work):
                 give()
             self.error, self.over = error, True
             self.run = nothing  # what it holds may be large
-            event, ended = self._event, self._ended
-        if event is not None:
-            event.set()
-        if ended is not None:
+            ended = self._ended
+        if ended is None:
+            self._wake()
+        else:
             with called_by(Caller(self.origin or next(stamps), self._since, self.describe)):
                 ended.set_result(None)
         if self._dropped:
             self._let_go()
+
+    def _wake(self, _: object = None) -> None:
+        if self._event is not None:
+            self._event.set()
+
+    @property
+    def _told(self) -> bool:
+        """Whether it has ended, and its future says so: who has waited asks that next."""
+        return self.over and (self._future is None or self._future.done())
 
     def __del__(self) -> None:
         """A call that nobody has waited for stays when Python drops it: C++ may hold it, as DDP's ``join`` does, and its wait
@@ -184,11 +193,11 @@ class Work(dist.Work):
         """Block until the call has ended; raises its error. ``TransferTimeout`` after ``timeout`` (none: that of the group):
         the call goes on."""
         self._waited = True
-        if not self.over:
+        if not self._told:
             with self._lock:
                 if self._event is None:
                     self._event = threading.Event()
-                    if self.over:
+                    if self._told:
                         self._event.set()
             limit = timeouts.seconds(timeout.total_seconds()) if timeout else None
             if not self._event.wait(limit):
@@ -229,13 +238,14 @@ class Work(dist.Work):
             ended: torch.futures.Future[None] = torch.futures.Future()
             self._future, self._ended = ended.then(self._outcome), ended
             future, over = self._future, self.over
+            future.add_done_callback(self._wake)  # before those of the program
         if over:
             ended.set_result(None)
         return future
 
     def forked(self, error: BaseException) -> None:
         """In a forked child, whose parent runs it: who waits for it here gets this error. Takes no lock, runs no callback."""
-        self._lock, self._event = threading.Lock(), None
+        self._lock, self._event, self._future = threading.Lock(), None, None
         self.error, self.over, self.run = error, True, nothing
 
 

@@ -221,7 +221,8 @@ class Capture(TorchDispatchMode):
         observing.copied.clear()
 
     def _enters(self, module: Any, args: Any) -> None:
-        self.modules.setdefault(id(module), weakref.ref(module))
+        if id(module) not in self.modules:  # containers inside of it are not called
+            self.modules.update((id(each), weakref.ref(each)) for each in module.modules())
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,6 +54,8 @@ class Graphed:
         self._optimizers: dict[int, weakref.ref[Any]] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._gradients: Gradients = {}
+        self._strange = 0
+        """Forms in a row that were new."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -67,9 +70,11 @@ class Graphed:
             checks = self.check > 0 and (self.replays + self.runs) % self.check == self.check - 1
             if program is not None and not checks and not modes and not observing.observers and program.holds():
                 self.replays += 1
+                self._strange = 0
                 return program.replay(tensors)
             self.runs += 1
-            if form.tries >= _TRIES or modes or observing.capture:  # another thread captures
+            again, form.again = form.again, True
+            if form.tries >= _TRIES or not again or modes or observing.capture:  # another thread captures
                 return tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
             return self._captured(form, tensors, args, kwargs, checks)
 
@@ -78,12 +83,12 @@ class Graphed:
         return f"<graphed {self.step!r}: Python ran in {self.runs} calls, not in {self.replays}{why}>"
 
     def _around(self) -> tuple[Any, ...]:
-        """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train,
-        which parameters they have, numbers of optimizers, which gradients there are, and which are wanted."""
+        """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train and
+        what they have, numbers and states of optimizers, which gradients there are, and which are wanted."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
         found = [module for ref in self._modules.values() if (module := ref()) is not None]
-        modules = tuple((module.training, *map(id, module._parameters.values())) for module in found)
+        modules = tuple((module.training, *map(id, _of(module))) for module in found)
         numbers = tuple(_numbers(each) for ref in self._optimizers.values() if (each := ref()) is not None)
         wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
         return flags(), modes, modules, numbers, wanted
@@ -92,6 +97,11 @@ class Graphed:
         found = self._forms.get(key)
         if found is None:
             found = self._forms[key] = _Form()
+            self._strange += 1
+            found.again = self._strange <= _FORMS
+            if self._strange == _FORMS:
+                self.why = f"{_FORMS} forms in a row were new (shapes and constants of arguments, numbers of an optimizer)"
+                _log.warning("a graphed step runs as Python until a form comes again: %s", self.why)
             if len(self._forms) > _FORMS:
                 self._forms.popitem(last=False)
         self._forms.move_to_end(key)
@@ -153,6 +163,8 @@ class _Form:
     last: Capture | None = None
     program: Program | None = None
     tries = 0
+    again = False
+    """Whether its next call is captured: at first sight only as long as forms come again."""
 
 
 def graphed(step: Callable[..., Any], *, check: int = 0) -> Graphed:
@@ -202,15 +214,21 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _of(module: Any) -> chain[Any]:
+    """The parameters, buffers and modules that it has."""
+    return chain(module._parameters.values(), module._buffers.values(), module._modules.values())
+
+
 def _numbers(optimizer: Any) -> tuple[Any, ...]:
-    return tuple(
-        tuple(
-            value if isinstance(value, int | float | str | tuple) else id(value)
-            for name, value in group.items()
-            if name != "params"
-        )
+    """The numbers of its groups, and the tensors that it has."""
+    groups = (
+        value if isinstance(value, int | float | str | tuple) else id(value)
         for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params"
     )
+    states = (id(each) for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor))
+    return (*groups, *(id(each) for group in optimizer.param_groups for each in group["params"]), *states)
 
 
 # -- programs

@@ -270,6 +270,10 @@ def _own_ways(rank: int, size: int) -> None:
 
     assert torch.equal(first.then(again).wait(), torch.full((10,), float(size * size)))
     assert all(work.wait(timedelta(seconds=10)) and work.is_completed() for work in works)
+    for _ in range(100):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        future = work.get_future()
+        assert work.wait() and torch.equal(future.value()[0], torch.full((3,), float(size)))
     half = dist.new_group([0, size - 1])
     if rank in (0, size - 1):
         dist.barrier(half)

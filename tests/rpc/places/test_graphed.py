@@ -489,6 +489,68 @@ def test_replaced(group):
     group.run(replaced)
 
 
+def exchanged() -> None:
+    """Modules, buffers and states of optimizers take turns, and both live on."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+            self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+            self.head, self.chain = self.heads[0], nn.ModuleList([nn.Tanh(), nn.GELU()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.body(x)
+            for each in self.chain:
+                x = each(x)
+            return self.head(x)
+
+    def head(net: Any, optimizer: Any, turn: int) -> None:
+        net.head = net.heads[turn]
+
+    def order(net: Any, optimizer: Any, turn: int) -> None:
+        net.chain[0], net.chain[1] = net.chain[1], net.chain[0]
+
+    def buffer(net: Any, optimizer: Any, turn: int) -> None:
+        norm = net.body[1]
+        means = norm.__dict__.setdefault("means", [norm.running_mean, norm.running_mean + 1])
+        norm.running_mean = means[turn]
+
+    def state(net: Any, optimizer: Any, turn: int) -> None:
+        if not (states := net.__dict__.setdefault("states", [])):
+            states += [optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())]
+        optimizer.load_state_dict(states[turn])
+
+    for exchange in (head, order, buffer, state):
+        pair = Pair(Heads(), momentum, {"body": "worker1", "head": "worker2"})
+        for turn, (x, y) in enumerate(batches(20)):
+            if turn % 5 == 4:
+                exchange(pair.alone, pair.one, turn // 5 % 2)
+                exchange(pair.placed, pair.other, turn // 5 % 2)
+            pair.both(x, y)
+        assert pair.graph.replays >= 5, (exchange.__name__, pair.graph.why)
+        pair.end(pair.graph.replays)
+
+
+def test_exchanged(group):
+    group.run(exchanged)
+
+
+def strange() -> None:
+    """A step with other numbers in each call is not captured for ever, and is captured when they stay."""
+    pair = Pair(mlp(), fused, HALVES)
+    for turn, (x, y) in enumerate(batches(30)):
+        for optimizer in (pair.one, pair.other):
+            optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * min(turn, 20), 0.999)
+        pair.both(x, y)
+    assert "forms in a row were new" in pair.graph.why
+    pair.end(replays=7, runs=23)
+
+
+def test_strange(group):
+    group.run(strange)
+
+
 def seen_by_autograd() -> None:
     """A graph of a forward is out of date when a replay has written its parameters, and copies of them are made anew."""
     pair = Pair(mlp(), momentum, HALVES)
