@@ -653,16 +653,10 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Results that are operands written in place, as the operands that were given."""
     if not any(where is not None for where in op.returned):
         return out
-    given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
+    given = [op.argument(where, args, kwargs) if where is not None else None for where in op.returned]
     if len(given) == 1:
         return given[0]
     return tuple(given) if out is None else tuple(each if own is None else own for each, own in zip(out, given))
-
-
-def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(where, str):
-        return kwargs.get(where)
-    return args[where] if where < len(args) else kwargs.get(op.func._schema.arguments[where].name)
 
 
 # -- posting
@@ -836,34 +830,30 @@ def _ask(
                 Storage(place, each[3], 0)  # freed there: no tensor here stands for it
         place.known[_grad()][form] = known
         return _mixed(op, args, kwargs, tensors, here=True)
-    results: list[Any] = []
-    values: list[Any] = []
+    known.single, known.results = single, []
     made: dict[int, int] = {}
     for index, told in enumerate(described):
-        if told[0] == "n":
-            results.append(None)
-            values.append(None)
-        elif told[0] == "v":
+        if told[0] == "v":
             return decode(told[1]) if single else [decode(each[1]) for each in described]
+        if told[0] == "n":
+            known.results.append(None)
+            continue
+        _, plain, offset, name, nbytes = told
+        meta = meta_of(Geometry.of_plain(plain))
+        if name in operands:
+            operand = tensors[operands[name]]
+            if op.mutable and op.returned[index] is not None and meta is not operand._meta:
+                raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
+            known.results.append(("operand", operands[name], meta, offset - operand._offset))
+        elif name in made:
+            known.results.append(("result", made[name], meta, offset))
         else:
-            _, plain, offset, name, nbytes = told
-            meta = meta_of(Geometry.of_plain(plain))
-            if name in operands:
-                operand = tensors[operands[name]]
-                if op.mutable and op.returned[index] is not None and meta is not operand._meta:
-                    raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
-                results.append(("operand", operands[name], meta, offset - operand._offset))
-                values.append(wrapper(operand._handle, meta, offset, offset))
-            elif name in made:
-                results.append(("result", made[name], meta, offset))
-                values.append(wrapper(values[made[name]]._handle, meta, offset, offset))
-            else:
-                made[name] = index
-                results.append(("new", nbytes, meta, offset))
-                values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
-    sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
+            made[name] = index
+            known.results.append(("new", nbytes, meta, offset))
+    results = known.results
+    metas = [each._meta for each in tensors if type(each) is RemoteTensor] + [told[2] for told in results if told is not None]
+    sparse = not all(meta.strided for meta in metas)
     if is_new and not sparse and not (op.dynamic and op.sized_by_values(args)) and _sized_by_shapes(op, args, kwargs):
-        known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
         elif single and results[0] is not None and results[0][0] == "new":
@@ -873,7 +863,7 @@ def _ask(
     if place.known_forms() >= _FORMS:
         place.forget_forms()
     place.known[_grad()][form] = known
-    return values[0] if single else tuple(values) if not _lists(op) else values
+    return _results(place, known, base, args, kwargs)
 
 
 def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
