@@ -164,8 +164,8 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     if internal.current is not _internal_rpc_pickler:
         func, args, kwargs = internal.taken_apart(func, args, kwargs)
     future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
-    if _collecting:
-        _collect(future)
+    if (collected := getattr(_thread_local_var, "future_list", None)) is not None:
+        collected.append(future)
     return future
 
 
@@ -187,30 +187,16 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
     """Collect the futures of every ``rpc_async`` of this thread, and wait for them at the end of the block."""
-    global _collecting
     _thread_local_var.future_list = []
-    with _collecting_lock:
-        _collecting += 1
     try:
         yield
     finally:
-        with _collecting_lock:
-            _collecting -= 1
         collected = _thread_local_var.future_list
         del _thread_local_var.future_list
         torch.futures.wait_all(collected)
 
 
-def _collect(future: Future) -> None:
-    collected = getattr(_thread_local_var, "future_list", None)
-    if collected is not None:
-        collected.append(future)
-
-
 _thread_local_var = threading.local()
-_collecting = 0
-"""How many threads are inside ``_wait_all``."""
-_collecting_lock = threading.Lock()
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
