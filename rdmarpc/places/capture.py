@@ -540,23 +540,16 @@ class _Names:
             elif not local.made:
                 what = ("kept", local.cdata) if local.cdata in self.common else ("bytes", local.blob or self)
             return what, value.offset, value.geometry
+        if isinstance(value, Ref):
+            return self.ref(value)
         if isinstance(value, list | tuple):
             return [self.value(each) for each in value]
         if isinstance(value, dict):
             return {key: self.value(each) for key, each in value.items()}
-        return type(value), repr(value)
+        return value if isinstance(value, Stream | Meta | Operator) else (type(value), repr(value))
 
-    def event(self, event: Event) -> tuple[Any, ...]:
-        if isinstance(event, Posted):
-            operands = [self.ref(each) if isinstance(each, Ref) else each for each in event.operands]
-            return event.stream, event.name, event.signature, event.first, event.results, event.state, operands
-        if isinstance(event, Ran):
-            return event.op, self.value(event.args), self.value(event.kwargs), self.value(event.results), event.autocast
-        if isinstance(event, Brought):
-            return event.stream, self.value(event.source), event.made
-        if isinstance(event, Crossed):
-            return event.source, self.ref(event.ref), event.meta, event.shift, event.stream, event.made
-        return event.stream, self.ref(event.ref), event.meta, self.value(event.made)
+    def event(self, event: Event) -> Any:
+        return self.value(event._replace(written=[]) if isinstance(event, Ran) else tuple(event))
 
     def tensors(self, event: Event) -> Any:
         """The operands of an operator."""
@@ -565,7 +558,7 @@ class _Names:
         return self.value(plains([event.args, event.kwargs])) if isinstance(event, Ran) else None
 
     def result(self, result: Any) -> Any:
-        return (self.ref(result.ref), *result[1:]) if isinstance(result, Result) else self.value(result)
+        return self.value(result)
 
 
 def _name(event: Event) -> str:
