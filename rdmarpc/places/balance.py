@@ -6,7 +6,7 @@ import copy
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from time import perf_counter
@@ -54,7 +54,7 @@ def auto_placement(
     if isinstance(inputs, torch.Tensor):
         raise ValueError("inputs= are all arguments of the forward, in a tuple: (x,), not x")
     run = None if inputs is None else _Run(net, inputs, kwargs or {})
-    weigh: Weigh = _Bytes(net) if by == "bytes" or run is None else run.seconds
+    weigh: Weigh = partial(_nbytes, net) if by == "bytes" or run is None else run.seconds
     order = None if run is None else {path: at for at, path in reversed(list(enumerate(run.order)))}
     opened: set[str] = set()
     passes: list[tuple[float, dict[str, str], set[str]]] = []
@@ -163,13 +163,9 @@ def _tensors(net: nn.Module, path: str) -> list[torch.Tensor]:
 # -- weights
 
 
-class _Bytes:
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
-
-    def __call__(self, paths: Iterable[str]) -> float:
-        tensors = {id(tensor): tensor for path in paths for tensor in _tensors(self._net, path)}
-        return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+def _nbytes(net: nn.Module, paths: Iterable[str]) -> float:
+    tensors = {id(tensor): tensor for path in paths for tensor in _tensors(net, path)}
+    return float(sum(tensor.nbytes for tensor in tensors.values()))
 
 
 class _Run:
