@@ -6,24 +6,13 @@ import copyreg
 import sys
 import threading
 from collections.abc import Callable
-from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from .functions import MAY_DEFER, NO_FUTURE
-from .message import script
 from .message.serialize import NO_TAIL, complete, dumps, loads, register_reducer
-
-
-class RPCExecMode(Enum):
-    """The forms of a call."""
-
-    SYNC = "sync"
-    ASYNC = "async"
-    ASYNC_JIT = "async_jit"
-    REMOTE = "remote"
 
 
 class PythonUDF(NamedTuple):
@@ -49,13 +38,6 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
         return loads(binary_data if complete(binary_data) else binary_data + NO_TAIL, tensor_table)
     finally:
         _thread_local_tensor_tables.recv_tables = before
-
-
-class RemoteException(NamedTuple):
-    """A function's error, as torch's answers carry it. Ours carry the exception itself."""
-
-    msg: str
-    exception_type: type
 
 
 _thread_local_tensor_tables = threading.local()
@@ -97,7 +79,6 @@ class _InternalRPCPickler:
             self._class_reducer_dict[obj_class] = reducer
 
     _tensor_receiver = staticmethod(_received)
-    _script_module_receiver = staticmethod(script.load)
 
     def _tensor_reducer(self, tensor: torch.Tensor) -> Any:
         _thread_local_tensor_tables.send_tables.append(tensor)
@@ -107,9 +88,6 @@ class _InternalRPCPickler:
         return _received_reference, (type(py_rref), py_rref._serialize())
 
     _rref_reducer = _py_rref_reducer
-
-    def _script_module_reducer(self, script_module: torch.jit.ScriptModule) -> Any:
-        return script.load, (script.save(script_module),)
 
     serialize, deserialize = staticmethod(serialize), staticmethod(deserialize)
 
@@ -145,11 +123,6 @@ def _run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
 
 
 _run_pickled._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
-
-
-def _build_rpc_profiling_key(exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str) -> str:
-    """The name of a call in torch's legacy profiler."""
-    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
 
 _FIXED = ("_pickler", "_unpickler", "_run_function", "_handle_exception", "serialize", "deserialize")
