@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
     from .show.describe import Transfers, describe, described, load, save
     from .show.records import Crossing
+    from .show.tables import size
 
 _HOMES = {
     "fragments.cut": "steps",
@@ -24,6 +25,7 @@ _HOMES = {
     "fragments.records": "BACKWARD FORWARD STEP Event Move Operand Operation Recorded",
     "show.describe": "Transfers describe described load save",
     "show.records": "Crossing",
+    "show.tables": "size",
 }
 """Modules, and the names that are theirs."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
