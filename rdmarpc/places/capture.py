@@ -340,15 +340,12 @@ class Capture(TorchDispatchMode):
         if op.view or op.geometry:
             return
         written = [self.plain(each).key for each in op.operands_written(args, kwargs)]
-        results = [self._plain_result(each) for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        results = [self._made(each) if self.find(each) is None else self.plain(each) for each in tensors]
         if results or written:
             self.written_here.update(written)
             told_args, told_kwargs = told
             self.events.append(Ran(op, told_args, told_kwargs, results, written, dtype))
-
-    def _plain_result(self, tensor: torch.Tensor) -> Plain:
-        known = self.find(tensor)
-        return self._made(tensor) if known is None else self.plain(tensor)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         key = self._known.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
@@ -557,9 +554,6 @@ class _Names:
             return [self.ref(each) for each in event.operands if isinstance(each, Ref)]
         return self.value(plains([event.args, event.kwargs])) if isinstance(event, Ran) else None
 
-    def result(self, result: Any) -> Any:
-        return self.value(result)
-
 
 def _name(event: Event) -> str:
     return event.name if isinstance(event, Posted) else event.op.name if isinstance(event, Ran) else "a copy"
@@ -581,6 +575,6 @@ def difference(first: Capture, second: Capture) -> str:
         return f"{name} is not what the call before had there, or has other operands"
     if len(first.events) != len(second.events):
         return f"it has {len(second.events)} operations and copies, {len(first.events)} in the call before"
-    if first.spec != second.spec or [ours.result(r) for r in first.results] != [theirs.result(r) for r in second.results]:
+    if first.spec != second.spec or ours.value(first.results) != theirs.value(second.results):
         return "it returns something else that is no result of an operation"
     return ""

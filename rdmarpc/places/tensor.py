@@ -78,8 +78,8 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if len(types) > 1 and (rest := _other_class(types)) is not None:
-            return rest
+        if len(types) > 1 and not any(each.__name__ == "FakeTensor" for each in types):  # those would know no answer
+            return NotImplemented
         return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property
@@ -314,13 +314,6 @@ def _dense(tensor: RemoteTensor) -> bool:
     return geometry.span == geometry.numel and geometry.numel * geometry.dtype.itemsize == tensor._handle.nbytes
 
 
-def _other_class(types: Any) -> Any:
-    """``NotImplemented``, by which torch asks another class, if an operand is of one. Fake tensors would know no answer."""
-    if any(each.__name__ == "FakeTensor" for each in types):
-        return None
-    return NotImplemented
-
-
 def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
     """A tensor over memory at a worker."""
     if meta.plain:
@@ -477,13 +470,9 @@ def running_at(place: Stream | None) -> Iterator[None]:
 def _remember(place: Stream | None) -> None:
     if _grad():
         if len(ran) > _REMEMBERED:
-            _forget_half()
+            for old in list(ran)[: _REMEMBERED // 2]:
+                ran.pop(old, None)
         ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
-
-
-def _forget_half() -> None:
-    for old in list(ran)[: _REMEMBERED // 2]:
-        ran.pop(old, None)
 
 
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
@@ -952,10 +941,13 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor's geometry changes here."""
     tensor = args[0]
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
-    _refresh(tensor)
+    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
+    if meta is not tensor._meta or offset != tensor._offset:
+        tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
     return tensor
 
 
@@ -967,13 +959,6 @@ def _set(tensor: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
     found._handle.anchor |= tensor._handle.anchor
     tensor._handle, tensor._meta, tensor._offset, tensor._words = found._handle, found._meta, found._offset, found._words
     return tensor
-
-
-def _refresh(tensor: RemoteTensor) -> None:
-    """The tensor's geometry has changed here."""
-    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
-    if meta is not tensor._meta or offset != tensor._offset:
-        tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
 
 
 # -- lists of tensors, random numbers, other places

@@ -564,7 +564,10 @@ class Runner:
                 if "resize storage" in str(error):
                     raise _resized() from None
                 raise
-        _same_sizes(operands, before)
+        for (_, tensor), shape in zip(operands, before):  # the caller's tensors would not see that ``out=`` was resized
+            if tensor.layout is torch.strided and geometry(tensor) != shape:
+                tensor.as_strided_(shape.shape, shape.strides)
+                raise _resized()
         return self._describe(found, words[at], result, operands)
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
@@ -768,14 +771,6 @@ def _same(given: Any, tensor: torch.Tensor) -> bool:
     if type(given) is not torch.Tensor or given.layout is not torch.strided or tensor.layout is not torch.strided:
         return False
     return given.data_ptr() == tensor.data_ptr() != 0 and geometry(given) == geometry(tensor)
-
-
-def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]) -> None:
-    """``NotSupported`` if an operator has resized what it was given (``out=``): the caller's tensors would not see that."""
-    for (_, tensor), shape in zip(operands, before):
-        if tensor.layout is torch.strided and geometry(tensor) != shape:
-            tensor.as_strided_(shape.shape, shape.strides)
-            raise _resized()
 
 
 def _resized() -> NotSupported:
