@@ -26,7 +26,6 @@ from .updates import (
     counting_dtype,
     hyperparameters,
     leaves_gradients,
-    merged,
     numbers_of,
     refuse_scaling,
 )
@@ -195,18 +194,16 @@ class ServedOptimizer(torch.optim.Optimizer):
         served = self._served
         self._renew()
         served.pull()
-        index = {parameter: number for number, parameter in enumerate(self._everything())}
-        found = []
+        found: dict[nn.Parameter, Any] = {}
         for share in self._shares:
             here = dict(zip(share.at, share.parameters))
             entries = served.ask(share.half.server, "optimizer_state", self._number)
-            found.append({index[here[at]]: entry for at, entry in entries.items() if at in here})
-        parameters = self._everything()
+            found.update({here[at]: entry for at, entry in entries.items() if at in here})
         before = self.state
         kept = {key: entries for key, entries in before.items() if type(entries) is not Elsewhere}
         try:  # hooks see the whole state
             self.state = defaultdict(dict)
-            self.state.update({parameters[at]: entries for at, entries in merged(found).items()})
+            self.state.update({parameter: found[parameter] for parameter in self._everything() if parameter in found})
             self.state.update(kept)
             return super().state_dict()
         finally:

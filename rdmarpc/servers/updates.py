@@ -154,20 +154,6 @@ def load_saved(
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def merged(states: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    """One state of several workers', in the order of one process: what got its state in the same step stands in the order of
-    the groups, and what got it later behind that. Keys that are no index of a parameter are last."""
-    order: dict[Any, tuple[int, int]] = {}
-    for state in states:
-        rounds, before = 0, -1
-        for index in (index for index in state if isinstance(index, int)):
-            rounds += index < before
-            order[index], before = (rounds, index), index
-    found = {index: entries for state in states for index, entries in state.items()}
-    last = (len(found), 0)
-    return {index: found[index] for index in sorted(found, key=lambda index: order.get(index, last))}
-
-
 def _as_loaded(parameter: torch.Tensor, key: Any, value: Any, counts_there: bool) -> Any:
     """Also of tensors in dictionaries, lists, tuples and sets."""
     if isinstance(value, dict):
