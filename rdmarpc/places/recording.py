@@ -39,8 +39,8 @@ from ..graph import (
     described,
     steps,
 )
+from ..message.layout import span
 from . import autocast, observing
-from .geometry import span
 from .operators import Operator, operator
 from .stream import Meta, Storage, Stream
 from .tensor import RemoteTensor
