@@ -118,9 +118,9 @@ def replace() -> None:
             if callable(value) and _of_the_original(value):
                 meant = getattr(stand_ins[name], key, value)
                 ours[id(value)] = meant
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module not in _originals.values():
-            _give(vars(module), ours)
+    for each in list(sys.modules.values()):
+        if isinstance(each, ModuleType) and each not in _originals.values():
+            _give(vars(each), ours)
 
 
 def _of_the_original(value: Any) -> bool:
