@@ -147,11 +147,7 @@ class RemoteTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
-                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage, "
-                "see https://github.com/pytorch/pytorch/pull/103001"
-            )
+            return super().__deepcopy__(memo)  # torch's error
         storage, whole = _cloned(self, memo)
         made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
         made.requires_grad_(self.requires_grad)
