@@ -6,6 +6,7 @@ import copyreg
 import sys
 import threading
 from collections.abc import Callable
+from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,6 +14,15 @@ import torch
 
 from .functions import MAY_DEFER, NO_FUTURE
 from .message.serialize import NO_TAIL, complete, dumps, loads, register_reducer
+
+
+class RPCExecMode(Enum):
+    """The forms of a call."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
 
 
 class PythonUDF(NamedTuple):
@@ -123,6 +133,11 @@ def _run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
 
 
 _run_pickled._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
+
+
+def _build_rpc_profiling_key(exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str) -> str:
+    """The name of a call in torch's legacy profiler."""
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
 
 _FIXED = ("_pickler", "_unpickler", "_run_function", "_handle_exception", "serialize", "deserialize")

@@ -27,6 +27,8 @@ _DEFAULT_NUM_WORKER_THREADS = rpc_constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = rpc_constants.UNSET_RPC_TIMEOUT
 _RemoteModule = RemoteModule
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")
+"""What travels of a handle. Torch also sends its ``generated_methods``, which are the class's here."""
 
 
 def RRefProxy(rref: RRef[Any], rpc_api: Any, timeout: float = rpc_constants.UNSET_RPC_TIMEOUT) -> Any:
