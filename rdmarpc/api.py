@@ -25,12 +25,12 @@ from .base.worker_info import WorkerInfo
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future
-from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from .constants import DEFAULT_SHUTDOWN_TIMEOUT
 from .gather import Meeting as AllGatherStates  # noqa: F401
 from .gather import _all_gather
 from .gather import _barrier as _barrier
 from .internal import PythonUDF as PythonUDF
-from .internal import RPCExecMode, _internal_rpc_pickler
+from .internal import _internal_rpc_pickler
 from .links import exits
 from .message import script as _script  # noqa: F401 (says how TorchScript travels)
 from .options import BackendType, RpcBackendOptions
@@ -164,8 +164,8 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     if internal.current is not _internal_rpc_pickler:
         func, args, kwargs = internal.taken_apart(func, args, kwargs)
     future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
-    if _collecting:
-        _collect(future)
+    if (collected := getattr(_thread_local_var, "future_list", None)) is not None:
+        collected.append(future)
     return future
 
 
@@ -187,30 +187,16 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
     """Collect the futures of every ``rpc_async`` of this thread, and wait for them at the end of the block."""
-    global _collecting
     _thread_local_var.future_list = []
-    with _collecting_lock:
-        _collecting += 1
     try:
         yield
     finally:
-        with _collecting_lock:
-            _collecting -= 1
         collected = _thread_local_var.future_list
         del _thread_local_var.future_list
         torch.futures.wait_all(collected)
 
 
-def _collect(future: Future) -> None:
-    collected = getattr(_thread_local_var, "future_list", None)
-    if collected is not None:
-        collected.append(future)
-
-
 _thread_local_var = threading.local()
-_collecting = 0
-"""How many threads are inside ``_wait_all``."""
-_collecting_lock = threading.Lock()
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -278,36 +264,9 @@ def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _to_worker_info(to: Any) -> WorkerInfo:
-    """``to``, or the worker of that name or rank. ``ValueError`` for anything else."""
-    if isinstance(to, WorkerInfo):
-        return to
-    if isinstance(to, str | int):
-        return get_worker_info(to)
-    raise ValueError(f"Cannot get WorkerInfo from name {to}")
-
-
-def _invoke_rpc(
-    to: Any, func: Any, rpc_type: RPCExecMode, args: Any = None, kwargs: Any = None, rpc_timeout: float = UNSET_RPC_TIMEOUT
-) -> Future:
-    """As ``rpc_async``. ``rpc_type`` named the call to torch's profiler."""
-    agent = _agent.current()
-    return agent.call_async(agent.resolve(to), *internal.taken_apart(func, args, kwargs), rpc_timeout)
-
-
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 0) -> None:
     """Tell owners of the references that this process has dropped. Those it still holds go with ``shutdown``."""
     _agent.current().rrefs.collect()
-
-
-def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
-    """A method of ``RRef`` by name, with that docstring."""
-
-    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
-        return getattr(RRef, method_name)(self, *args, **kwargs)
-
-    method.__doc__ = docstring
-    return method
 
 
 def enable_gil_profiling(flag: bool) -> None:

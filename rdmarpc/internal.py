@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .functions import MAY_DEFER, NO_FUTURE
-from .message import script
 from .message.serialize import NO_TAIL, complete, dumps, loads, register_reducer
 
 
@@ -49,13 +48,6 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
         return loads(binary_data if complete(binary_data) else binary_data + NO_TAIL, tensor_table)
     finally:
         _thread_local_tensor_tables.recv_tables = before
-
-
-class RemoteException(NamedTuple):
-    """A function's error, as torch's answers carry it. Ours carry the exception itself."""
-
-    msg: str
-    exception_type: type
 
 
 _thread_local_tensor_tables = threading.local()
@@ -97,7 +89,6 @@ class _InternalRPCPickler:
             self._class_reducer_dict[obj_class] = reducer
 
     _tensor_receiver = staticmethod(_received)
-    _script_module_receiver = staticmethod(script.load)
 
     def _tensor_reducer(self, tensor: torch.Tensor) -> Any:
         _thread_local_tensor_tables.send_tables.append(tensor)
@@ -107,9 +98,6 @@ class _InternalRPCPickler:
         return _received_reference, (type(py_rref), py_rref._serialize())
 
     _rref_reducer = _py_rref_reducer
-
-    def _script_module_reducer(self, script_module: torch.jit.ScriptModule) -> Any:
-        return script.load, (script.save(script_module),)
 
     serialize, deserialize = staticmethod(serialize), staticmethod(deserialize)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Real
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from . import constants
 from .message.device_maps import DeviceLike, DeviceMap, merge, to_devices, to_map
 from .message.permits import Permits
-from .transport import TlsOptions, check_require, check_secret, check_tls, timeouts
+from .transport import Channel, Device, TlsOptions, check_require, check_secret, check_tls, open_device, timeouts
 
 
 class BackendType(Enum):
@@ -159,3 +159,16 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 ", ".join(f"{name}={value!r}" for name, value in given.items() if value),
                 self.transport,
             )
+
+
+def open_by(options: RpcBackendOptions, kind: str, secret: bytes, on_connect: Callable[[Channel], bytes]) -> Device:
+    """A device of this kind. ``secret``, ``on_connect``: see ``open_device``."""
+    return open_device(
+        kind,
+        require=options.require,
+        tls=options.tls,
+        secret=secret,
+        arena_limit=options.arena_limit,
+        on_connect=on_connect,
+        peer_timeout=options.peer_timeout,
+    )

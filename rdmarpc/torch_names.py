@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from . import constants as rpc_constants
 from .api import _get_current_rpc_agent, init_rpc
-from .message import device_maps
 from .nn import RemoteModule
 from .options import BackendType, TensorPipeRpcBackendOptions
 from .references.handle import RRef
@@ -27,10 +26,6 @@ _DEFAULT_INIT_METHOD = rpc_constants.DEFAULT_INIT_METHOD
 _DEFAULT_NUM_WORKER_THREADS = rpc_constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = rpc_constants.UNSET_RPC_TIMEOUT
-DeviceType = device_maps.DeviceLike
-_to_device = device_maps._device
-_to_device_list = device_maps.to_devices
-_to_device_map = device_maps.to_map
 _RemoteModule = RemoteModule
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")
 """What travels of a handle. Torch also sends its ``generated_methods``, which are the class's here."""

@@ -36,7 +36,7 @@ from ..links.ring import Link
 from ..links.table import Links
 from ..message import gpu, permits, serialize
 from ..message.device_maps import Targets
-from ..options import RpcBackendOptions
+from ..options import RpcBackendOptions, open_by
 from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
@@ -50,7 +50,6 @@ from ..transport import (
     Poller,
     RdmaError,
     TransferTimeout,
-    open_device,
     processors,
     timeouts,
 )
@@ -481,15 +480,7 @@ def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[
     secret, kind = group.begin(options)
     if kind == "shm" and driver.count():
         kind = "cuda"  # it extends ``shm`` by GPU memory
-    return open_device(
-        kind,
-        require=options.require,
-        tls=options.tls,
-        secret=secret,
-        arena_limit=options.arena_limit,
-        on_connect=on_connect,
-        peer_timeout=options.peer_timeout,
-    )
+    return open_by(options, kind, secret, on_connect)
 
 
 def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:

@@ -205,7 +205,7 @@ class Callee:
                     streams.ended()
                 if isinstance(error, NotTheirs):
                     self._distrust(link, error)
-                self._fail(answering, error)
+                self._reply(answering, error)
                 return
             (self._answer if observer is None else self._reply)(answering, answer)
         finally:
@@ -245,7 +245,7 @@ class Callee:
         if error is None:
             self._serve(answering)
         else:
-            self._fail(answering, error)
+            self._reply(answering, error)
 
     def _run(self, answering: Answering, streams: gpu_streams.Streams | None) -> list[Any] | None:
         """The result of the function; ``None`` if it comes later."""
@@ -384,22 +384,23 @@ class Callee:
         try:
             answer = [(source or future).value()]
         except BaseException as error:
-            self._fail(answering, error)
+            self._reply(answering, error)
             # The future holds the error, the error this frame, and this frame the future: no collector sees that circle, as the
             # future is C++, and all of this worker would live in it.
             error.__traceback__ = None
             return
         plainly(partial(self._reply, answering, answer))
 
-    def _reply(self, answering: Answering, answer: list[Any]) -> None:
-        """Send the answer. Only ``answer`` holds the result, so the result dies once it is packed, and the memory of the
-        arguments is free for the next promise. Writing the same memory again is many times faster than writing other memory.
-        """
+    def _reply(self, answering: Answering, answer: list[Any] | BaseException) -> None:
+        """Send the answer, or an error. Only ``answer`` holds the result, so the result dies once it is packed, and the memory
+        of the arguments is free for the next promise. Writing the same memory again is many times faster than writing other
+        memory."""
+        send: Any = self._answer_error if isinstance(answer, BaseException) else self._answer
         observer = self.post.observer
         if observer is None:
-            self._answer(answering, answer)
+            send(answering, answer)
         else:
-            observer.replying(self._answer, answering, answer)
+            observer.replying(send, answering, answer)
 
     def _answer(self, answering: Answering, answer: list[Any]) -> None:
         link, call, sizes, context = answering.link, answering.call, answering.sizes, answering.context
@@ -454,7 +455,7 @@ class Callee:
             self.release(link, call)
             self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
             answering.rref = None
-            self._fail(answering, errors.unsendable(error))
+            self._reply(answering, errors.unsendable(error))
 
     def _pack(
         self, answering: Answering, answer: list[Any], whole: bool
@@ -480,13 +481,6 @@ class Callee:
             places = answering.places or []
             out = pack(tensors, self.device, link.channel, lambda classes: (0, places), self.memory)
         return payload, out, (tensors or [], parts), flags
-
-    def _fail(self, answering: Answering, error: BaseException) -> None:
-        observer = self.post.observer
-        if observer is None:
-            self._answer_error(answering, error)
-        else:
-            observer.replying(self._answer_error, answering, error)
 
     def _answer_error(self, answering: Answering, error: BaseException) -> None:
         link, call, rref = answering.link, answering.call, answering.rref

@@ -217,15 +217,19 @@ class ProcessGroup(_Group):
     @collective
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
         outputs, ends = _listed(output_tensors), Ends(self.staging)
+        self._check_count(outputs, "all_gather")
         return self._gathered(ends, outputs, _one(input_tensors)), outputs, ends, (), True
 
-    def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor) -> calls.Run:
-        check([tensor, *outputs], "all_gather")
-        self._check_count(outputs, "all_gather")
-        check_own(outputs[self.me], tensor, "all_gather")
-        check_apart(outputs, "all_gather")
+    def _gathered(
+        self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, what: str = "all_gather", root: int = -1
+    ) -> calls.Run:
+        """``outputs``: one for each rank; none at ranks that get nothing."""
+        check([tensor, *outputs], what)
+        if outputs:
+            check_own(outputs[self.me], tensor, what)
+            check_apart(outputs, what)
         places = [ends.target(each) for each in outputs]
-        return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count)
+        return calls.all_to_all(what, places, [ends.source(tensor)] * self.members_count, root)
 
     @collective
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
@@ -233,22 +237,27 @@ class ProcessGroup(_Group):
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
             return calls.even("all_gather", output, input), [output], None, [input], True
         ends = Ends(self.staging)
-        return self._gathered_into(ends, output, input), [output], ends, [input], True
+        return self._gathered_into(ends, [output], input), [output], ends, [input], True
 
     _allgather_base = all_gather_single
 
-    def _gathered_into(self, ends: Ends, output: torch.Tensor, tensor: torch.Tensor) -> calls.Run:
-        check([tensor, output], "all_gather")
-        if output.numel() != tensor.numel() * self.members_count:
-            why = f"all_gather of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
-            raise ValueError(why)
-        places = _parts(ends.target(output), self.members_count)
-        return calls.all_to_all("all_gather", places, [ends.source(tensor)] * self.members_count)
+    def _gathered_into(
+        self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, what: str = "all_gather", root: int = -1
+    ) -> calls.Run:
+        """``outputs``: one, or none at ranks that get nothing."""
+        check([tensor, *outputs], what)
+        places: list[torch.Tensor] = []
+        for output in outputs:
+            if output.numel() != tensor.numel() * self.members_count:
+                why = f"{what} of {self.members_count} times {tensor.numel()} elements into a tensor of {output.numel()}"
+                raise ValueError(why)
+            places += _parts(ends.target(output), self.members_count)
+        return calls.all_to_all(what, places, [ends.source(tensor)] * self.members_count, root)
 
     @collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Made:
         ends = Ends(self.staging)
-        runs = (self._gathered_into(ends, *each) for each in zip(outputs, inputs, strict=True))
+        runs = (self._gathered_into(ends, [output], tensor) for output, tensor in zip(outputs, inputs, strict=True))
         return calls.in_turn(runs), outputs, ends, inputs, True
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -266,12 +275,7 @@ class ProcessGroup(_Group):
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
         tensor, root, ends = _one(input_tensors), opts.rootRank, Ends(self.staging)
         outputs = self._at_root(output_tensors, root, "gather")
-        check([tensor, *outputs], "gather")
-        if outputs:
-            check_own(outputs[self.me], tensor, "gather")
-            check_apart(outputs, "gather")
-        places = [ends.target(each) for each in outputs]
-        return calls.all_to_all("gather", places, [ends.source(tensor)] * self.members_count, root), outputs, ends, (), True
+        return self._gathered(ends, outputs, tensor, "gather", root), outputs, ends, (), True
 
     @collective
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
@@ -279,12 +283,7 @@ class ProcessGroup(_Group):
         output, input, root, ends = _one(output), _one(input), opts.rootRank, Ends(self.staging)
         self._check_rank(root, "gather")
         outputs = [output] if self.me == root else []
-        check([input, *outputs], "gather")
-        if outputs and output.numel() != input.numel() * self.members_count:
-            raise ValueError(f"gather of {self.members_count} times {input.numel()} elements into a tensor of {output.numel()}")
-        places = _parts(ends.target(output), self.members_count) if outputs else []
-        parts = [ends.source(input)] * self.members_count
-        return calls.all_to_all("gather", places, parts, root), outputs, ends, [input], True
+        return self._gathered_into(ends, outputs, input, "gather", root), outputs, ends, [input], True
 
     gather_into_tensor = gather_single
 

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..options import RpcBackendOptions
-from ..transport import Channel, Device, PeerLost, TransferTimeout, exchange, open_device
+from ..options import RpcBackendOptions, open_by
+from ..transport import Channel, PeerLost, TransferTimeout, exchange
 
 _CONNECT_S = 20.0
 _LOOK_S = 0.05
@@ -33,15 +33,7 @@ class Domain:
         self._numbers: weakref.WeakKeyDictionary[Channel, list[int]] = weakref.WeakKeyDictionary()
         """By channel: first numbers of lanes that nobody writes any more."""
         self._changed = threading.Condition()
-        self.device: Device = open_device(
-            kind,
-            require=options.require,
-            tls=options.tls,
-            secret=secret,
-            arena_limit=options.arena_limit,
-            on_connect=self._arrived,
-            peer_timeout=options.peer_timeout,
-        )
+        self.device = open_by(options, kind, secret, self._arrived)
         self.device.pin()
         self.bell = self.device.memory.take_bell()
         """Number of the bell that all news of groups ring."""

@@ -25,7 +25,6 @@ _GROUPS, _RULES = "torch.distributed.distributed_c10d", "torch._dynamo.trace_rul
 _ROOT = __name__.partition(".")[0]
 _TRACED = "experiments"
 """These are programs, which may want to be compiled."""
-_DIST2 = "torch.distributed._dist2"
 _TIMEOUT = timedelta(minutes=30)
 """Of a group whose maker names none: torch's."""
 
@@ -34,24 +33,10 @@ def register() -> None:
     """Once a process."""
     after_import(_GROUPS, _add_backend)
     after_import(_RULES, _leave_out)
-    after_import(_DIST2, _add_factory)
 
 
 def _add_backend(groups: ModuleType) -> None:
     groups.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _add_factory(dist2: ModuleType) -> None:
-    """Tell torch's second interface, whose groups are in no table of the first."""
-    if NAME not in dist2._BACKENDS:
-        dist2.register_backend(NAME, independent)
-
-
-def independent(store: Any, rank: int, world_size: int, timeout: Any, device: Any, **options: Any) -> Any:
-    """``options``: those of ``RpcBackendOptions``."""
-    from ..options import RpcBackendOptions
-
-    return _made(store, rank, range(world_size), timeout, RpcBackendOptions(**options), None)
 
 
 def _leave_out(rules: ModuleType) -> None:
@@ -63,6 +48,9 @@ def _leave_out(rules: ModuleType) -> None:
 def create(options: Any, backend_options: Any = None) -> Any:
     """The ``ProcessGroup`` of torch's ``DistributedBackendOptions``. ``backend_options``: ``pg_options`` of the program."""
     from ..options import RpcBackendOptions
+    from ..transport import cuda_driver
+    from . import by_name
+    from .backend import ProcessGroup
 
     if backend_options is not None and not isinstance(backend_options, RpcBackendOptions):
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
@@ -70,16 +58,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
     job = sys.modules[_GROUPS].GroupMember.WORLD if named else None
     ranks = named or range(options.group_size)
     timeout = _TIMEOUT if options.timeout is None else options.timeout
-    return _made(options.store, options.group_rank, ranks, timeout, backend_options, job)
-
-
-def _made(store: Any, rank: int, ranks: Any, timeout: timedelta, options: Any, job: Any) -> Any:
-    from ..transport import cuda_driver
-    from . import by_name
-    from .backend import ProcessGroup
-
     by_name.replace()
-    group = ProcessGroup(store, rank, ranks, timeout, options, job)
+    group = ProcessGroup(options.store, options.group_rank, ranks, timeout, backend_options, job)
     if not cuda_driver.count():  # ShardedTensor takes the first device that is no CPU, whether there is one or not
         sys.modules[_GROUPS].Backend.backend_capability[NAME] = ["cpu"]
     return group

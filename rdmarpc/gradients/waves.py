@@ -288,51 +288,6 @@ def backward(agent: Any, context: Context, roots: list[torch.Tensor], retain_gra
         context.end_pass(name.worker, name.serial)
 
 
-class Unattended:
-    """A ``backward`` for which no thread waits. The value of ``future`` is ``None`` or the ``BackwardError``."""
-
-    def __init__(self, agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
-        self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
-        self._agent, self._context = agent, context
-        self._name, self._run = context.begin_pass(agent.number, roots, retain_graph)
-        self._surveys = 0
-        self._launch([])
-
-    def _launch(self, calls: Calls) -> None:
-        wave = Sprung(self._agent, self._name, self._run, None)
-        result = wave.start(calls)
-        if isinstance(result, torch.futures.Future):
-            result.add_done_callback(lambda future: self._ended(future.value()))
-        else:
-            self._ended(result)
-
-    def _ended(self, result: Reply | Exception) -> None:
-        if isinstance(result, Exception):
-            self._finish(result)
-        elif not result.holders:
-            self._finish(None)
-        else:
-            # Not by the pool: it asks, and waits for answers, which on other workers may wait for the same.
-            try:
-                threading.Thread(target=self._survey, args=(result.holders,), name="rdmarpc-survey", daemon=True).start()
-            except RuntimeError as error:  # no more threads
-                self._finish(error)
-
-    def _survey(self, holders: set[int]) -> None:
-        try:
-            self._surveys += 1
-            if self._surveys > _MAX_SURVEYS:
-                raise RuntimeError("gradients are held that nothing waits for")
-            self._launch(_settlement(self._agent, self._name, self._run, holders))
-        except BaseException as error:
-            self._finish(_located(self._agent, error))
-
-    def _finish(self, error: Exception | None) -> None:
-        self._context.end_pass(self._name.worker, self._name.serial)
-        if not self.future.done():
-            self.future.set_result(error)
-
-
 # -- what is held for messages that will get no gradient
 
 

@@ -6,7 +6,7 @@ import copy
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from time import perf_counter
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from .placement import deepest
 
 _PASSES = 8
 _FINE = 4
@@ -54,7 +56,7 @@ def auto_placement(
     if isinstance(inputs, torch.Tensor):
         raise ValueError("inputs= are all arguments of the forward, in a tuple: (x,), not x")
     run = None if inputs is None else _Run(net, inputs, kwargs or {})
-    weigh: Weigh = _Bytes(net) if by == "bytes" or run is None else run.seconds
+    weigh: Weigh = partial(_nbytes, net) if by == "bytes" or run is None else run.seconds
     order = None if run is None else {path: at for at, path in reversed(list(enumerate(run.order)))}
     opened: set[str] = set()
     passes: list[tuple[float, dict[str, str], set[str]]] = []
@@ -138,7 +140,7 @@ def _frontier(net: nn.Module, opened: set[str]) -> list[str]:
 
 def _tied(net: nn.Module, units: Sequence[str], opened: set[str]) -> list[list[str]]:
     """Units that share a tensor are one group, where the first of them is; what shares one with an opened module is in none."""
-    kept = {id(tensor) for path in ("", *opened) for tensor in own_tensors(net.get_submodule(path)).values()}
+    kept = {id(tensor) for path in ("", *opened) for tensor in _tensors(net, path, False)}
     groups: dict[int, list[str]] = {}
     group_of: dict[int, int] = {}
     for at, path in enumerate(units):
@@ -155,21 +157,18 @@ def _tied(net: nn.Module, units: Sequence[str], opened: set[str]) -> list[list[s
     return [groups[at] for at in sorted(groups)]
 
 
-def _tensors(net: nn.Module, path: str) -> list[torch.Tensor]:
+def _tensors(net: nn.Module, path: str, recurse: bool = True) -> list[torch.Tensor]:
+    """Parameters and buffers. ``recurse``: those of its children, too."""
     module = net.get_submodule(path)
-    return [*module.parameters(), *module.buffers()]
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 # -- weights
 
 
-class _Bytes:
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
-
-    def __call__(self, paths: Iterable[str]) -> float:
-        tensors = {id(tensor): tensor for path in paths for tensor in _tensors(self._net, path)}
-        return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+def _nbytes(net: nn.Module, paths: Iterable[str]) -> float:
+    tensors = {id(tensor): tensor for path in paths for tensor in _tensors(net, path)}
+    return float(sum(tensor.nbytes for tensor in tensors.values()))
 
 
 class _Run:
@@ -232,16 +231,16 @@ def _fresh(leaf: Any) -> Any:
 
 def _with_own_tensors(net: nn.Module, homes: dict[str, str], opened: set[str]) -> dict[str, str]:
     """Entries for opened modules that have tensors of their own, unless others share these."""
-    uses = Counter(id(t) for _, module in net.named_modules() for t in own_tensors(module).values())
+    uses = Counter(id(t) for path, _ in net.named_modules() for t in _tensors(net, path, False))
     for path in sorted(opened, key=lambda path: path.count(".")):
-        tensors = own_tensors(net.get_submodule(path)).values()
+        tensors = _tensors(net, path, False)
         below = [unit for unit in homes if unit.startswith(path + ".")]
         if tensors and below and all(uses[id(tensor)] == 1 for tensor in tensors):
             entries = list(homes.items())
             entries.insert(list(homes).index(below[0]), (path, homes[below[0]]))
             homes = dict(entries)
     # What lies below an entry goes with it.
-    return {unit: worker for unit, worker in homes.items() if _placed(homes, unit.rpartition(".")[0]) != worker}
+    return {unit: worker for unit, worker in homes.items() if deepest(homes, unit.rpartition(".")[0]) != worker}
 
 
 def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
@@ -271,19 +270,6 @@ def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
 
 def _key(parent: str, first: int, last: int) -> str:
     return join(parent, str(first) if first == last else f"{first}-{last}")
-
-
-def _placed(homes: Mapping[str, str], path: str) -> str | None:
-    while path:
-        if path in homes:
-            return homes[path]
-        path = path.rpartition(".")[0]
-    return None
-
-
-def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, without those of its children."""
-    return {name: tensor for name, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None}
 
 
 def join(path: str, name: str) -> str:

@@ -346,15 +346,12 @@ class Capture(TorchDispatchMode):
         if op.view or op.geometry:
             return
         written = [self.plain(each).key for each in op.operands_written(args, kwargs)]
-        results = [self._plain_result(each) for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        results = [self._made(each) if self.find(each) is None else self.plain(each) for each in tensors]
         if results or written:
             self.written_here.update(written)
             told_args, told_kwargs = told
             self.events.append(Ran(op, told_args, told_kwargs, results, written, dtype))
-
-    def _plain_result(self, tensor: torch.Tensor) -> Plain:
-        known = self.find(tensor)
-        return self._made(tensor) if known is None else self.plain(tensor)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         key = self._known.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
@@ -546,32 +543,22 @@ class _Names:
             elif not local.made:
                 what = ("kept", local.cdata) if local.cdata in self.common else ("bytes", local.blob or self)
             return what, value.offset, value.geometry
+        if isinstance(value, Ref):
+            return self.ref(value)
         if isinstance(value, list | tuple):
             return [self.value(each) for each in value]
         if isinstance(value, dict):
             return {key: self.value(each) for key, each in value.items()}
-        return type(value), repr(value)
+        return value if isinstance(value, Stream | Meta | Operator) else (type(value), repr(value))
 
-    def event(self, event: Event) -> tuple[Any, ...]:
-        if isinstance(event, Posted):
-            operands = [self.ref(each) if isinstance(each, Ref) else each for each in event.operands]
-            return event.stream, event.name, event.signature, event.first, event.results, event.state, operands
-        if isinstance(event, Ran):
-            return event.op, self.value(event.args), self.value(event.kwargs), self.value(event.results), event.autocast
-        if isinstance(event, Brought):
-            return event.stream, self.value(event.source), event.made
-        if isinstance(event, Crossed):
-            return event.source, self.ref(event.ref), event.meta, event.shift, event.stream, event.made
-        return event.stream, self.ref(event.ref), event.meta, self.value(event.made)
+    def event(self, event: Event) -> Any:
+        return self.value(event._replace(written=[]) if isinstance(event, Ran) else tuple(event))
 
     def tensors(self, event: Event) -> Any:
         """The operands of an operator."""
         if isinstance(event, Posted):
             return [self.ref(each) for each in event.operands if isinstance(each, Ref)]
         return self.value(plains([event.args, event.kwargs])) if isinstance(event, Ran) else None
-
-    def result(self, result: Any) -> Any:
-        return (self.ref(result.ref), *result[1:]) if isinstance(result, Result) else self.value(result)
 
 
 def _name(event: Event) -> str:
@@ -594,6 +581,6 @@ def difference(first: Capture, second: Capture) -> str:
         return f"{name} is not what the call before had there, or has other operands"
     if len(first.events) != len(second.events):
         return f"it has {len(second.events)} operations and copies, {len(first.events)} in the call before"
-    if first.spec != second.spec or [ours.result(r) for r in first.results] != [theirs.result(r) for r in second.results]:
+    if first.spec != second.spec or ours.value(first.results) != theirs.value(second.results):
         return "it returns something else that is no result of an operation"
     return ""

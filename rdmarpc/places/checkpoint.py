@@ -13,7 +13,7 @@ import shutil
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,20 +35,17 @@ _library.define("write_part(Tensor[] tensors, Tensor told) -> Tensor")
 _library.define("read_part(Tensor(a!)[] tensors, Tensor told) -> Tensor")
 
 
-def _write_part(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
-    from . import owners
+def _by_owners(name: str) -> Callable[..., torch.Tensor]:
+    def part(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
+        from . import owners
 
-    return owners.write(tensors, told)
+        return getattr(owners, name)(tensors, told)
 
-
-def _read_part(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
-    from . import owners
-
-    return owners.read(tensors, told)
+    return part
 
 
-_library.impl("write_part", _write_part, "CompositeExplicitAutograd")
-_library.impl("read_part", _read_part, "CompositeExplicitAutograd")
+for _name in ("write", "read"):
+    _library.impl(f"{_name}_part", _by_owners(_name), "CompositeExplicitAutograd")
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:

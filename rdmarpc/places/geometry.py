@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
+
+from ..message.layout import span
 
 STRIDED = torch.strided
 _ALIGN = 64
@@ -23,10 +26,7 @@ class Geometry(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def span(self) -> int:
@@ -41,15 +41,6 @@ class Geometry(NamedTuple):
     def of_plain(told: tuple[Any, ...]) -> Geometry:
         shape, strides, dtype, layout, conj, neg = told
         return Geometry(tuple(shape), tuple(strides), getattr(torch, dtype), getattr(torch, layout), conj, neg)
-
-
-def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    last = 1
-    for size, stride in zip(shape, strides):
-        if size == 0:
-            return 0
-        last += (size - 1) * stride
-    return last
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:

@@ -118,7 +118,8 @@ class Graphed:
             out = self.step(*args, **kwargs)
         results = capture.returned(out)
         del out
-        capture.settle(_addresses(self._gradients))
+        grads: Any = self._gradients.values()
+        capture.settle({each._handle.name if type(each) is RemoteTensor else each.untyped_storage()._cdata for each in grads})
         self._leaves.update((id(leaf), ref) for ref in capture.leaves if (leaf := ref()) is not None)
         self._modules.update(capture.modules)
         self._optimizers.update(capture.optimizers)
@@ -145,11 +146,6 @@ class Graphed:
 
 Gradients = dict[Any, torch.Tensor]
 """The gradients that graphs write, by their leaf and how they lie: one for all programs of a step."""
-
-
-def _addresses(gradients: Gradients) -> set[int]:
-    """Names, and addresses of plain storages."""
-    return {grad._handle.name if type(grad) is RemoteTensor else grad.untyped_storage()._cdata for grad in gradients.values()}
 
 
 def _gradient(leaf: weakref.ref[torch.Tensor]) -> Any:

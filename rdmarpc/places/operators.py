@@ -71,36 +71,6 @@ _NUMBERS = ("number", "float", "Tensor", "List[number]", "List[float]")
 class Operator:
     """``func``'s rules. ``written``: positions, or names of keyword arguments, of the operands that it writes."""
 
-    __slots__ = (
-        "chance",
-        "collective",
-        "composite",
-        "dynamic",
-        "fills",
-        "first_written",
-        "foreach",
-        "foreign",
-        "func",
-        "geometry",
-        "identity",
-        "in_python",
-        "kept",
-        "mutable",
-        "name",
-        "named_numbers",
-        "numbers",
-        "plain",
-        "plain_view",
-        "raises_versions",
-        "random",
-        "read_here",
-        "refused",
-        "returned",
-        "value",
-        "view",
-        "written",
-    )
-
     def __init__(self, func: OpOverload) -> None:
         schema, tags = func._schema, func.tags
         self.func, self.name = func, func.name()
@@ -170,12 +140,16 @@ class Operator:
             return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         return True
 
+    def argument(self, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument with this position or name, however it is given; ``None``: it is not."""
+        if isinstance(where, str):
+            return kwargs.get(where)
+        return args[where] if where < len(args) else kwargs.get(self.func._schema.arguments[where].name)
+
     def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         found: list[Any] = []
         for where in self.written:
-            value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
-            if value is None and not isinstance(where, str):
-                value = kwargs.get(self.func._schema.arguments[where].name)
+            value = self.argument(where, args, kwargs)
             if isinstance(value, torch.Tensor):
                 found.append(value)
             elif isinstance(value, list | tuple):

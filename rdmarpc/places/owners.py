@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ class Writer(FileSystemWriter):
                 written += found
         there = {result.index for result in written}
         left = replace(plan, items=[item for item in plan.items if item.index not in there])
-        here: Any = _Here(planner)
-        found = super().write_data(left, here).wait()
+        found = super().write_data(left, _planner(resolve_data=lambda item: _here(planner.resolve_data(item)))).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result([*found, *written])
         return done
@@ -94,15 +94,13 @@ class Writer(FileSystemWriter):
         ]
 
 
-class _Here:
-    """A planner's data, brought here."""
+def _planner(**methods: Callable[..., Any]) -> Any:
+    """What DCP asks of a planner where it writes or reads files."""
+    return SimpleNamespace(**methods)
 
-    def __init__(self, planner: Any) -> None:
-        self._planner = planner
 
-    def resolve_data(self, item: WriteItem) -> Any:
-        found = self._planner.resolve_data(item)
-        return at_place(found.detach(), None) if isinstance(found, torch.Tensor) else found
+def _here(found: Any) -> Any:
+    return at_place(found.detach(), None) if isinstance(found, torch.Tensor) else found
 
 
 class Reader(FileSystemReader):
@@ -151,29 +149,14 @@ def _stamp(path: Path) -> list[int]:
 # -- at the worker
 
 
-class _Local:
-    """In the place of a planner: tensors by the number of their item."""
-
-    def __init__(self, tensors: Iterable[tuple[MetadataIndex, torch.Tensor]]) -> None:
-        self._tensors = dict(tensors)
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor:
-        return self._tensors[item.index]
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        return self._tensors[item.dest_index]
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is in its place."""
-
-
 def write(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
     """Write tensors that lie here; says of each (bytes, file, offset, length). Nothing, if the folder is not seen here."""
     about = _heard(told)
     if not os.path.isdir(about["folder"]):
         return _told([])
     items = [_create_write_item_for_tensor(name, tensor) for name, tensor in zip(about["names"], tensors)]
-    planner: Any = _Local((item.index, tensor) for item, tensor in zip(items, tensors))
+    found = {item.index: tensor for item, tensor in zip(items, tensors)}
+    planner = _planner(resolve_data=lambda item: found[item.index])
     plan = SavePlan(items, storage_data=_StoragePrefix(about["prefix"]))
     try:
         written = FileSystemWriter(about["folder"]).write_data(plan, planner).wait()
@@ -196,6 +179,7 @@ def read(tensors: list[torch.Tensor], told: torch.Tensor) -> torch.Tensor:
         index, zero = MetadataIndex(str(number)), torch.Size([0] * len(lengths))
         reader.storage_data[index] = _StorageInfo(path, offset, length)
         items.append(ReadItem(LoadItemType.TENSOR, index, zero, index, torch.Size(offsets), torch.Size(lengths)))
-    planner: Any = _Local((item.dest_index, tensor) for item, tensor in zip(items, tensors))
+    found = {item.dest_index: tensor for item, tensor in zip(items, tensors)}
+    planner = _planner(resolve_tensor=lambda item: found[item.dest_index], commit_tensor=lambda item, tensor: None)
     reader.read_data(LoadPlan(items), planner).wait()
     return torch.ones((), dtype=torch.bool)

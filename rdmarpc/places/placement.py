@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _RANK = re.compile(r"rank:(\d+)")
 
+T = TypeVar("T")
 Where = tuple[str, str]
 """A worker and a device there."""
 
@@ -40,14 +42,19 @@ def resolve(
     return found
 
 
-def home(places: Mapping[str, list[Where]], path: str) -> Where | None:
-    """Where the tensors of a module lie: by the deepest entry on its path. ``None``: none says so."""
-    while True:
-        if path in places:
-            return places[path][0]
+def deepest(table: Mapping[str, T], path: str) -> T | None:
+    """What the deepest entry on a path says; "" is on every path. ``None``: there is none."""
+    while path not in table:
         if not path:
             return None
         path = path.rpartition(".")[0]
+    return table[path]
+
+
+def home(places: Mapping[str, list[Where]], path: str) -> Where | None:
+    """Where the tensors of a module lie. ``None``: no entry says so."""
+    found = deepest(places, path)
+    return None if found is None else found[0]
 
 
 def _place(key: str, value: str, workers: Sequence[str], ranked: Callable[[int], str] | None) -> Where:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 from typing import Any
 
 import torch
@@ -21,13 +20,6 @@ class _NoNames(pickle.Unpickler):
 
 def dump(value: Any) -> bytes:
     return pickle.dumps(value, 5)
-
-
-def load(words: list[int], at: int) -> Any:
-    """What ``ring.as_words(dump(value))`` holds."""
-    nbytes = words[at]
-    count = -(-nbytes // 8)
-    return loads(struct.pack(f"<{count}q", *words[at + 1 : at + 1 + count])[:nbytes])
 
 
 def loads(blob: bytes) -> Any:

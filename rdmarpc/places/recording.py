@@ -39,6 +39,7 @@ from ..graph import (
     described,
     steps,
 )
+from ..message.layout import span
 from . import autocast, observing
 from .operators import Operator, operator
 from .stream import Meta, Storage, Stream
@@ -238,7 +239,9 @@ class Recorder:
         if not name and (self._made.get(storage) == BACKWARD or self._kinds.get(storage) == GRADIENT):
             name = self._called[storage] = self._gradient_of()
         self._made[made] = self._made.get(storage, "")
-        self._events.append(Move(source, target, operand, made, _span(operand) * itemsize, phase, name, maker))
+        self._events.append(
+            Move(source, target, operand, made, span(operand.shape, operand.strides) * itemsize, phase, name, maker)
+        )
 
     def _gradient_of(self) -> str:
         """What the result of the forward is called whose backward runs: a gradient that it takes is that one's."""
@@ -317,13 +320,6 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def _over(name: int, at: int, meta: Meta) -> Operand:
     geometry = meta.geometry
     return Operand(name, geometry.shape, geometry.strides, str(geometry.dtype)[6:], max(at, 0))
-
-
-def _span(operand: Operand) -> int:
-    """Elements from the first to the last."""
-    if 0 in operand.shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(operand.shape, operand.strides))
 
 
 class _Here(TorchDispatchMode):

@@ -52,6 +52,13 @@ def as_words(blob: bytes) -> list[int]:
     return [len(blob), *struct.unpack(f"<{len(padded) // WORD}q", padded)]
 
 
+def as_bytes(words: list[int], at: int) -> bytes:
+    """The inverse, of the words from ``at`` on."""
+    nbytes = words[at]
+    count = -(-nbytes // WORD)
+    return packer(count).pack(*words[at + 1 : at + 1 + count])[:nbytes]
+
+
 class RingWriter:
     """The caller's end. One thread at a time. ``local``: ``RING_WORDS`` words of the channel's pool."""
 

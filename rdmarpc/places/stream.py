@@ -2,8 +2,7 @@
 
 Nothing waits but questions, which a lock keeps in the order of the posts. What a question is about has been run when
 its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is
-freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along; a negative
-one is RESET up to that position.
+freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -206,7 +206,7 @@ class Stream:
         self.key = uuid.uuid4().hex
         self.lock = threading.RLock()
         self.dead: deque[int | list[int] | tuple[int, tuple[Region, int, int]]] = deque()
-        """Names that have died, with their places; positions that are ``due``; messages that are owed (``owe``)."""
+        """Names that have died, with their places; messages that are owed (``owe``)."""
         self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
         """Forms of calls, by the grad mode, which some kernels ask for: those under the autocast of ``state``."""
         self._known: dict[Any, Any] = {None: self.known}
@@ -282,9 +282,9 @@ class Stream:
         except PeerLost as error:
             raise fresh(self.link.why(error)) from None
 
-    def owe(self, words: list[int], places: list[tuple[Region, int, int]]) -> None:
-        """Have a message posted before anything else, by whoever has the lock next, and free these places after it: its own
-        post has failed, and workers count copies by it and by what another stream was given."""
+    def owe(self, words: list[int], places: Iterable[tuple[Region, int, int]] = ()) -> None:
+        """Have a message posted before anything else, by whoever has the lock next, and free these places after it. Such as
+        one whose own post has failed: workers count copies by it and by what another stream was given."""
         words[0] |= len(words) << 8  # as ``put`` may have done
         self.dead.extend([words, *[(0, place) for place in places]])
         self.urgent = True
@@ -318,8 +318,6 @@ class Stream:
                         places.append(dead[1])
                     elif isinstance(dead, list):
                         owed += dead
-                    elif dead < 0:
-                        owed += 2 << 8 | ring.RESET, -dead
                     else:
                         names.append(dead)
             names[0] |= len(names) << 8
@@ -449,7 +447,7 @@ class Stream:
             for stream in streams():
                 with contextlib.suppress(RdmaError):
                     written = stream._ring.written + 1
-                    stream.post([ring.RESET, written]) if stream in locked else stream.due(written)
+                    (stream.post if stream in locked else stream.owe)([ring.RESET, written])
         finally:
             for stream in locked:
                 stream.lock.release() if stream is not self else None
@@ -457,11 +455,6 @@ class Stream:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
         return error
-
-    def due(self, position: int) -> None:
-        """RESET up to that position is to be posted before anything else, by whoever has the lock."""
-        self.dead.append(-position)
-        self.urgent = True
 
     def synchronize(self) -> None:
         """Return when all that was posted has been run. Raises what went wrong meanwhile."""

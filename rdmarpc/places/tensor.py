@@ -78,8 +78,8 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if len(types) > 1 and (rest := _other_class(types)) is not None:
-            return rest
+        if len(types) > 1 and not any(each.__name__ == "FakeTensor" for each in types):  # those would know no answer
+            return NotImplemented
         return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property
@@ -147,11 +147,7 @@ class RemoteTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
-                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage, "
-                "see https://github.com/pytorch/pytorch/pull/103001"
-            )
+            return super().__deepcopy__(memo)  # torch's error
         storage, whole = _cloned(self, memo)
         made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
         made.requires_grad_(self.requires_grad)
@@ -319,13 +315,6 @@ def _dense(tensor: RemoteTensor) -> bool:
     return geometry.span == geometry.numel and geometry.numel * geometry.dtype.itemsize == tensor._handle.nbytes
 
 
-def _other_class(types: Any) -> Any:
-    """``NotImplemented``, by which torch asks another class, if an operand is of one. Fake tensors would know no answer."""
-    if any(each.__name__ == "FakeTensor" for each in types):
-        return None
-    return NotImplemented
-
-
 def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
     """A tensor over memory at a worker."""
     if meta.plain:
@@ -486,13 +475,9 @@ def running_at(place: Stream | None) -> Iterator[None]:
 def _remember(place: Stream | None) -> None:
     if _grad():
         if len(ran) > _REMEMBERED:
-            _forget_half()
+            for old in list(ran)[: _REMEMBERED // 2]:
+                ran.pop(old, None)
         ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
-
-
-def _forget_half() -> None:
-    for old in list(ran)[: _REMEMBERED // 2]:
-        ran.pop(old, None)
 
 
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
@@ -662,16 +647,10 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Results that are operands written in place, as the operands that were given."""
     if not any(where is not None for where in op.returned):
         return out
-    given = [_argument(op, where, args, kwargs) if where is not None else None for where in op.returned]
+    given = [op.argument(where, args, kwargs) if where is not None else None for where in op.returned]
     if len(given) == 1:
         return given[0]
     return tuple(given) if out is None else tuple(each if own is None else own for each, own in zip(out, given))
-
-
-def _argument(op: Operator, where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(where, str):
-        return kwargs.get(where)
-    return args[where] if where < len(args) else kwargs.get(op.func._schema.arguments[where].name)
 
 
 # -- posting
@@ -845,34 +824,30 @@ def _ask(
                 Storage(place, each[3], 0)  # freed there: no tensor here stands for it
         place.known[_grad()][form] = known
         return _mixed(op, args, kwargs, tensors, here=True)
-    results: list[Any] = []
-    values: list[Any] = []
+    known.single, known.results = single, []
     made: dict[int, int] = {}
     for index, told in enumerate(described):
-        if told[0] == "n":
-            results.append(None)
-            values.append(None)
-        elif told[0] == "v":
+        if told[0] == "v":
             return decode(told[1]) if single else [decode(each[1]) for each in described]
+        if told[0] == "n":
+            known.results.append(None)
+            continue
+        _, plain, offset, name, nbytes = told
+        meta = meta_of(Geometry.of_plain(plain))
+        if name in operands:
+            operand = tensors[operands[name]]
+            if op.mutable and op.returned[index] is not None and meta is not operand._meta:
+                raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
+            known.results.append(("operand", operands[name], meta, offset - operand._offset))
+        elif name in made:
+            known.results.append(("result", made[name], meta, offset))
         else:
-            _, plain, offset, name, nbytes = told
-            meta = meta_of(Geometry.of_plain(plain))
-            if name in operands:
-                operand = tensors[operands[name]]
-                if op.mutable and op.returned[index] is not None and meta is not operand._meta:
-                    raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
-                results.append(("operand", operands[name], meta, offset - operand._offset))
-                values.append(wrapper(operand._handle, meta, offset, offset))
-            elif name in made:
-                results.append(("result", made[name], meta, offset))
-                values.append(wrapper(values[made[name]]._handle, meta, offset, offset))
-            else:
-                made[name] = index
-                results.append(("new", nbytes, meta, offset))
-                values.append(wrapper(Storage(place, name, nbytes), meta, offset, -1))
-    sparse = any(type(each) is RemoteTensor and not each._meta.strided for each in (*tensors, *values))
+            made[name] = index
+            known.results.append(("new", nbytes, meta, offset))
+    results = known.results
+    metas = [each._meta for each in tensors if type(each) is RemoteTensor] + [told[2] for told in results if told is not None]
+    sparse = not all(meta.strided for meta in metas)
     if is_new and not sparse and not (op.dynamic and op.sized_by_values(args)) and _sized_by_shapes(op, args, kwargs):
-        known.single, known.results = single, results
         if op.mutable and all(where is not None for where in op.returned):
             known.kind = _WRITTEN
         elif single and results[0] is not None and results[0][0] == "new":
@@ -882,7 +857,7 @@ def _ask(
     if place.known_forms() >= _FORMS:
         place.forget_forms()
     place.known[_grad()][form] = known
-    return values[0] if single else tuple(values) if not _lists(op) else values
+    return _results(place, known, base, args, kwargs)
 
 
 def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
@@ -971,10 +946,13 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor's geometry changes here."""
     tensor = args[0]
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
-    _refresh(tensor)
+    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
+    if meta is not tensor._meta or offset != tensor._offset:
+        tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
     return tensor
 
 
@@ -986,13 +964,6 @@ def _set(tensor: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
     found._handle.anchor |= tensor._handle.anchor
     tensor._handle, tensor._meta, tensor._offset, tensor._words = found._handle, found._meta, found._offset, found._words
     return tensor
-
-
-def _refresh(tensor: RemoteTensor) -> None:
-    """The tensor's geometry has changed here."""
-    meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
-    if meta is not tensor._meta or offset != tensor._offset:
-        tensor._meta, tensor._offset, tensor._words = meta, offset, (tensor._handle.name, offset)
 
 
 # -- lists of tensors, random numbers, other places

@@ -49,8 +49,8 @@ from . import observing, ring
 from .autocast import inside
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
 from .gpus import at_device
-from .operators import operator
-from .plain import decode, dump_error, encode, load
+from .operators import RESIZED, operator
+from .plain import decode, dump_error, encode, loads
 from .programs import Program
 from .scoreboard import Entry, Scoreboard
 
@@ -173,7 +173,7 @@ class Runner:
         self.remote: dict[int, Landing] = {}
         """Memory of other workers, by number, into which we write."""
         self.sources: dict[int, tuple[Channel, int]] = {}
-        """The channel of each other worker that sends to us, and the number of its notifications."""
+        """By region: the channel of the other worker that writes into it, and the record that counts its copies."""
         self.arrived: dict[int, int] = {}
         self.void: Void | None = None
         self.stopped = False
@@ -233,8 +233,8 @@ class Runner:
         notify = channel.take_numbers(1) if source else 0
         self.regions[number] = memory, memoryview(memory.numpy()).cast("B")
         if source:
-            self.sources[number] = channel, notify
-            self.arrived[number] = kernels.load(channel.count(notify).record)
+            self.sources[number] = channel, channel.count(notify).record
+            self.arrived[number] = kernels.load(self.sources[number][1])
         return channel.device.export(memory), notify
 
     def reach(self, number: int, target: str, descriptor: bytes, notify: int) -> None:
@@ -355,7 +355,7 @@ class Runner:
         if entry is None:
             region, entry = next(iter(self._board.landings.items()))
             self._start, self._at, self._batch = entry.start, entry.at, entry.words
-            channel, record = self._copies_into(region)
+            channel, record = self.sources[region]
             kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, channel.port)
             self._tell()
             if self.stopped:
@@ -536,28 +536,39 @@ class Runner:
                 raise _changed(signature, each, None)
             name += 1
 
-    def _ask(self, words: list[int], at: int) -> None:
-        """Words: question, then as OPERATION."""
-        question = words[at]
+    def _answer_with(self, question: int, find: Callable[[], Any]) -> None:
+        """Answer a question with what ``find`` gives, or with the error."""
         if self.void is not None:
             self._answer(question, ("late", self.void.error))
             return
         try:
-            found = self.signatures[words[at + 1]]
-            operands = self._operands(found, words, at + 3)
-            before = [geometry(tensor) for _, tensor in operands]
-            # Kernels of sparse tensors change their parts in place, as nobody may who looks for views and versions.
-            strided = all(tensor.layout is torch.strided for _, tensor in operands)
-            with contextlib.nullcontext() if strided else torch._C._AutoDispatchBelowADInplaceOrView():
-                result = self._call(found, words, at + 3)
-            _same_sizes(operands, before)
-            self._answer(question, ("ok", self._describe(found, words[at + 2], result, operands)))
+            self._answer(question, ("ok", find()))
         except _Voided as error:
             self._answer(question, ("late", error.void.error))
         except BaseException as error:
-            if "resize storage" in str(error):
-                error = _resized()
             self._answer(question, ("error", dump_error(error, self._position)))
+
+    def _ask(self, words: list[int], at: int) -> None:
+        """Words: question, then as OPERATION."""
+        self._answer_with(words[at], lambda: self._asked(self.signatures[words[at + 1]], words, at + 2))
+
+    def _asked(self, found: Signature, words: list[int], at: int) -> list[Any]:
+        operands = self._operands(found, words, at + 1)
+        before = [geometry(tensor) for _, tensor in operands]
+        # Kernels of sparse tensors change their parts in place, as nobody may who looks for views and versions.
+        strided = all(tensor.layout is torch.strided for _, tensor in operands)
+        with contextlib.nullcontext() if strided else torch._C._AutoDispatchBelowADInplaceOrView():
+            try:
+                result = self._call(found, words, at + 1)
+            except RuntimeError as error:
+                if "resize storage" in str(error):
+                    raise _resized() from None
+                raise
+        for (_, tensor), shape in zip(operands, before):  # the caller's tensors would not see that ``out=`` was resized
+            if tensor.layout is torch.strided and geometry(tensor) != shape:
+                tensor.as_strided_(shape.shape, shape.strides)
+                raise _resized()
+        return self._describe(found, words[at], result, operands)
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
         """(name, tensor as it was made) of all operands that are not void."""
@@ -609,16 +620,16 @@ class Runner:
             self.values.pop(name, None)
 
     def _meta(self, words: list[int], at: int) -> None:
-        self.metas[words[at]] = Geometry.of_plain(load(words, at + 1))
+        self.metas[words[at]] = Geometry.of_plain(loads(ring.as_bytes(words, at + 1)))
 
     def _signature(self, words: list[int], at: int) -> None:
         try:
-            self.signatures[words[at]] = Signature(load(words, at + 1), self.metas, self.device)
+            self.signatures[words[at]] = Signature(loads(ring.as_bytes(words, at + 1)), self.metas, self.device)
         except BaseException as error:
             self._fail(error)
 
     def _check(self, words: list[int], at: int) -> None:
-        self._answer(words[at], ("ok", None) if self.void is None else ("late", self.void.error))
+        self._answer_with(words[at], lambda: None)
 
     def _reset(self, words: list[int], at: int) -> None:
         if self.void is not None and self.void.position < words[at]:
@@ -628,7 +639,7 @@ class Runner:
         self.signatures.clear()
 
     def _state(self, words: list[int], at: int) -> None:
-        set_flags(load(words, at), self.device.type)
+        set_flags(loads(ring.as_bytes(words, at)), self.device.type)
 
     # -- programs
 
@@ -663,10 +674,9 @@ class Runner:
     def _inline(self, words: list[int], at: int) -> None:
         name, meta, shift, nbytes = words[at : at + 4]
         geometry = self.metas[meta]
-        blob = struct.pack(f"<{-(-nbytes // 8)}q", *words[at + 4 : at + 4 + -(-nbytes // 8)])[:nbytes]
         flat = torch.empty(room(geometry, shift)[0] + 64, dtype=torch.uint8)
         buffer, start = memoryview(flat.numpy()), (shift - flat.data_ptr()) % 64
-        buffer[start : start + nbytes] = blob
+        buffer[start : start + nbytes] = ring.as_bytes(words, at + 3)
         tensor = over(buffer, start, geometry)  # its storage begins there: views count from it
         self.values[name] = self._placed(dressed(tensor, geometry))
 
@@ -688,19 +698,14 @@ class Runner:
         geometry = self.metas[meta]
         self.values[name] = self._placed(dressed(over(buffer, offset + shift, geometry), geometry))
 
-    def _copies_into(self, region: int) -> tuple[Channel, int]:
-        """The channel of the worker that writes into a region, and the record that counts its copies."""
-        channel, notify = self.sources[region]
-        return channel, channel.count(notify).record
-
     def _arrived(self, region: int) -> bool:
         """Whether the next copy into a region is here, or will never be."""
-        channel, record = self._copies_into(region)
+        channel, record = self.sources[region]
         return channel.error is not None or kernels.load(record) > self.arrived[region]
 
     def _await(self, region: int) -> None:
         """Wait until the next thing has come from the worker that writes into this region."""
-        (channel, record), target = self._copies_into(region), self.arrived[region] + 1
+        (channel, record), target = self.sources[region], self.arrived[region] + 1
         while kernels.load(record) < target:
             if kernels.wait_count(record, target, kernels.SPIN, kernels.SLICE_NS, channel.port) != kernels.OK:
                 if self.stopped:
@@ -737,22 +742,16 @@ class Runner:
 
     def _fetch(self, words: list[int], at: int) -> None:
         name, view_at, meta, question, shift, length = words[at : at + 6]
-        if self.void is not None:
-            self._answer(question, ("late", self.void.error))
-            return
-        try:
-            tensor = self._tensor(name, view_at, meta).cpu()
+
+        def fetched() -> bytes | None:
+            tensor = bare(self._tensor(name, view_at, meta).cpu())
             if length == 0:
-                self._answer(question, ("ok", raw(bare(tensor))))
-                return
+                return raw(tensor)
             self._make_the_next_in_arena(name)
-            descriptor = struct.pack(f"<{-(-length // 8)}q", *words[at + 6 : at + 6 + -(-length // 8)])[:length]
-            write_strided(self.channel, RemoteRegion.load(descriptor), shift, bare(tensor), None)
-            self._answer(question, ("ok", None))
-        except _Voided as error:
-            self._answer(question, ("late", error.void.error))
-        except BaseException as error:
-            self._answer(question, ("error", dump_error(error, self._position)))
+            write_strided(self.channel, RemoteRegion.load(ring.as_bytes(words, at + 5)), shift, tensor, None)
+            return None
+
+        self._answer_with(question, fetched)
 
 
 def _add_names(argument: tuple[str, Any], words: list[int], at: int, found: list[int]) -> int:
@@ -774,18 +773,8 @@ def _same(given: Any, tensor: torch.Tensor) -> bool:
     return given.data_ptr() == tensor.data_ptr() != 0 and geometry(given) == geometry(tensor)
 
 
-def _same_sizes(operands: list[tuple[int, torch.Tensor]], before: list[Geometry]) -> None:
-    """``NotSupported`` if an operator has resized what it was given (``out=``): the caller's tensors would not see that."""
-    for (_, tensor), shape in zip(operands, before):
-        if tensor.layout is torch.strided and geometry(tensor) != shape:
-            tensor.as_strided_(shape.shape, shape.strides)
-            raise _resized()
-
-
 def _resized() -> NotSupported:
-    return NotSupported(
-        "a tensor that lies at a worker is not resized in place", hint="give out= a tensor of the result's shape"
-    )
+    return NotSupported(RESIZED, hint="give out= a tensor of the result's shape")
 
 
 class Derived(RdmaError):

@@ -68,7 +68,8 @@ def wrap(
     net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
     for path, each in places.items():
         if len(each) > 1:
-            replicate(net.get_submodule(path), each)
+            part = net.get_submodule(path)
+            part.forward = Replicas(part.forward, each)
     return net
 
 
@@ -212,7 +213,7 @@ class WrappedModel(nn.Module):
 
 
 class Replicas:
-    """The forward of a part with replicas."""
+    """The forward of a part with replicas, which splits its batch among them."""
 
     def __init__(self, forward: Callable[..., Any], where: list[Where]) -> None:
         self.forward, self.where = forward, where
@@ -250,13 +251,8 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
     return tree_unflatten(leaves, tree_flatten(results[0])[1])
 
 
-def replicate(module: nn.Module, places: list[Where]) -> None:
-    """Have a module's forward split its batch among places."""
-    module.forward = Replicas(module.forward, places)
-
-
 def _unite(net: nn.Module) -> None:
-    """The inverse of ``replicate``, for all modules."""
+    """No part has replicas any more."""
     for module in net.modules():
         if isinstance(module.__dict__.get("forward"), Replicas):
             del module.__dict__["forward"]
@@ -271,8 +267,8 @@ def _displace(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     storages: dict[int, torch.Tensor] = {}
     for path, module in net.named_modules():
         where = home(places, path)
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *_attributes(module)):
-            if type(tensor) is RemoteTensor and where is not None and tensor._handle.stream is not stream_to(*where):
+        for tensor in _remote(module):
+            if where is not None and tensor._handle.stream is not stream_to(*where):
                 exchange(tensor, brought(tensor, storages))
 
 
@@ -282,15 +278,16 @@ def _attributes(module: nn.Module) -> list[torch.Tensor]:
     return [each for each in found if each.layout is torch.strided and each.grad_fn is None and not each._is_view()]
 
 
+def _remote(module: nn.Module) -> list[RemoteTensor]:
+    """The tensors of a module that lie at workers."""
+    every = (*module._parameters.values(), *module._buffers.values(), *_attributes(module))
+    return [each for each in every if type(each) is RemoteTensor]
+
+
 def come_home(net: nn.Module) -> None:
     """Have all tensors of a model lie in this process, in place. What lay over each other does so here."""
-    memo: dict[int, RemoteTensor] = {}
     storages: dict[int, torch.Tensor] = {}
-    for module in net.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *_attributes(module)):
-            if type(tensor) is RemoteTensor and id(tensor) not in memo:
-                memo[id(tensor)] = tensor
-    for tensor in memo.values():
+    for tensor in {id(tensor): tensor for module in net.modules() for tensor in _remote(module)}.values():
         with suppress(RdmaError):  # what lay at a worker that is lost is lost: its next use says so
             exchange(tensor, brought(tensor, storages))
 
@@ -381,13 +378,6 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
         done.append((tensor, exchange(tensor, copy)))
 
 
-def _end_earlier_graphs(tensor: torch.Tensor) -> None:
-    """A backward through a graph that was made before the tensor moved would add its gradient to what is no longer there: it
-    ends in an error, as after ``torch.utils.swap_tensors``."""
-    if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
-        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_of_an_earlier_place)
-
-
 def _of_an_earlier_place(grads: Any) -> None:
     raise NotSupported(
         "a backward of a forward that ran before its parameters were moved: they are not there any more",
@@ -403,7 +393,10 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         made = found.requires_grad_(tensor.requires_grad)
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
-    _end_earlier_graphs(tensor)
+    if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
+        # A backward through a graph from before would add its gradient to what is no longer there. It ends in an error, as
+        # after ``torch.utils.swap_tensors``.
+        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_of_an_earlier_place)
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     torch._C._swap_tensor_impl(tensor, made)

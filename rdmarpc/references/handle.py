@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -348,22 +349,30 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
     """Run the backward pass of a value here. The future's value is ``None`` or the packed error."""
     agent = here.current()
     done: torch.futures.Future[bytes | None] = torch.futures.Future()
-
     value = agent.rrefs.future(rref)
 
-    def begin(_: torch.futures.Future[Any]) -> None:
+    def run() -> None:
+        torch.get_num_threads()  # until a thread asks, it has OpenMP's own idea of that, by which sums differ
         try:
             root = referenced_scalar(value.value())
             # Not before: it is the call that made the value which may have brought the context.
             context = agent.contexts.find(context_id)
-            run = waves.Unattended(agent, context, [root], retain_graph)
-            run.future.add_done_callback(tell)
         except Exception as error:
             fail(done, bare(error))
+            return
+        try:
+            waves.backward(agent, context, [root], retain_graph)
+            packed = None
+        except Exception as error:
+            packed = grad_error.dump(error)
+        done.set_result(packed)
 
-    def tell(ended: torch.futures.Future[Exception | None]) -> None:
-        error = ended.value()
-        done.set_result(None if error is None else grad_error.dump(error))
+    def begin(_: torch.futures.Future[Any]) -> None:
+        # Not by the pool: it waits for answers, which on other workers may wait for the same.
+        try:
+            threading.Thread(target=run, name="rdmarpc-backward", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            fail(done, bare(error))
 
     value.add_done_callback(begin)
     return done

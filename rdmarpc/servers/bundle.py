@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..message.layout import dense as row_major
 from ..transport import SLOTS, Device, NotSupported, RdmaError, RemoteRegion
 from .layout import HEADER_BYTES, Header, dense
 
@@ -268,7 +269,7 @@ class _Loose:
 
 def _is_plain(edge: Edge) -> bool:
     """Whether what is sent in its place needs no look beyond the flags."""
-    return not edge.dtype.is_complex and torch.empty(edge.shape, device="meta").stride() == edge.strides
+    return not edge.dtype.is_complex and row_major(edge.shape) == edge.strides
 
 
 def _check(edge: Edge, tensor: torch.Tensor) -> None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..message.layout import dense as row_major
+
 HEADER_BYTES = 64
 _WIRE = struct.Struct("<5q")
 
@@ -54,4 +56,4 @@ def dense(tensor: torch.Tensor) -> torch.Tensor | None:
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Its own strides, in elements, if it is dense; else those of a contiguous tensor of its shape. They decide which kernels
     torch chooses, also those of dimensions of size 1."""
-    return tensor.stride() if dense(tensor) is not None else torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride() if dense(tensor) is not None else row_major(tensor.shape)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from .. import autograd
-from ..base.futures import fail
+from ..base.futures import mapped
 from ..base.streams import use_here
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
 from ..gradients.behind import undisturbed
 from ..message import permits
 from ..references.handle import RRef, fork_of
-from ..transport import NotSupported, bare
+from ..transport import NotSupported
 from .updates import hyperparameters
 
 Members = dict[int, list[RRef[torch.Tensor]]]
@@ -103,16 +103,7 @@ def create(*described: Any) -> Any:
     parameters = [values(fork_of(rref).rref) for rrefs in described[1].values() for rref in rrefs]
     if all(value.done() for value in parameters):
         return _create(*described)
-    created: torch.futures.Future[Any] = torch.futures.Future()
-
-    def go_on(_: torch.futures.Future[Any]) -> None:
-        try:
-            created.set_result(_create(*described))
-        except Exception as error:
-            fail(created, bare(error))
-
-    torch.futures.collect_all(parameters).add_done_callback(go_on)
-    return created
+    return mapped(torch.futures.collect_all(parameters), lambda _: _create(*described))
 
 
 create._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]

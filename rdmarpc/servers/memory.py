@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ..message.layout import span
 from ..places.tensor import RemoteTensor
 from ..transport import NotSupported, sole
 from .layout import dense
@@ -48,8 +49,8 @@ _Span = tuple[int, int, str, torch.Tensor]
 def _spans(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[_Span]:
     for name, tensor in named:
         if tensor.numel() and tensor.is_cpu and tensor.layout is torch.strided:
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-            yield tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name, tensor
+            nbytes = span(tensor.shape, tensor.stride()) * tensor.element_size()
+            yield tensor.data_ptr(), tensor.data_ptr() + nbytes, name, tensor
 
 
 def _attributes(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

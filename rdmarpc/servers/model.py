@@ -13,6 +13,7 @@ from torch import nn
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph import Crossing, Transfers, describe
+from ..places.placement import deepest
 from ..places.wrap import WrappedModel, as_original, subclass_of
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
@@ -124,14 +125,12 @@ def place(net: nn.Module, servers: Sequence[str], placement: str | Mapping[str, 
 
 
 def _placed(name: str, placement: Mapping[str, str], servers: Sequence[str]) -> str:
-    parts = name.split(".")
-    for end in range(len(parts), -1, -1):
-        server = placement.get(".".join(parts[:end]))
-        if server is not None:
-            if server not in servers:
-                raise ValueError(f"placement puts {name!r} on {server!r}, which is not one of servers={list(servers)}")
-            return server
-    raise ValueError(f"placement has no server for {name!r}; '' stands for everything else")
+    server = deepest(placement, name)
+    if server is None:
+        raise ValueError(f"placement has no server for {name!r}; '' stands for everything else")
+    if server not in servers:
+        raise ValueError(f"placement puts {name!r} on {server!r}, which is not one of servers={list(servers)}")
+    return server
 
 
 class ServedModel(nn.Module):

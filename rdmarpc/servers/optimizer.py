@@ -26,7 +26,6 @@ from .updates import (
     counting_dtype,
     hyperparameters,
     leaves_gradients,
-    merged,
     numbers_of,
     refuse_scaling,
 )
@@ -74,7 +73,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._grouped: list[list[int]] = []
         self._share_out()
         for share in self._shares:
-            self._tell(share, self._numbers(share)[1])
+            self._numbers(share)
 
     def _share_out(self) -> None:
         served = self._served
@@ -123,9 +122,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         served.left.check(self._everything(), self._kind.__name__)
         staging, writes, leaves = served.staging, [], leaves_gradients(self._kind, self.param_groups)
         for share in self._shares:
-            numbers, rest = self._numbers(share)
-            if self._told.get(share.half.server) != rest:
-                self._tell(share, rest)
+            numbers = self._numbers(share)
             write = _gradients(share)
             if share.half.gradients is not None:
                 writes.append((share, *write, numbers))
@@ -150,19 +147,18 @@ class ServedOptimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():  # gradients are here, also while weights are on their way
             super().zero_grad(set_to_none)
 
-    def _numbers(self, share: _Share) -> tuple[list[float], Any]:
+    def _numbers(self, share: _Share) -> list[float]:
+        """The numbers of its groups. The server is told what else there is about these, if that has changed."""
         numbers, rest = numbers_of([self.param_groups[group] for group, _ in share.groups])
         if len(numbers) >= NUMBERS:
             why = f"the groups have {len(numbers)} numbers, there is room for {NUMBERS - 1}"
             raise NotSupported(why, hint="use fewer groups")
-        return [*numbers, share.sum], (rest, counting_dtype(self._kind))
-
-    def _tell(self, share: _Share, rest: Any) -> None:
-        served = self._served
-        described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
-        counting = counting_dtype(self._kind)
-        served.ask(share.half.server, "optimizer", self._number, self._kind, self._given, described, counting)
-        self._told[share.half.server] = rest
+        server, counting = share.half.server, counting_dtype(self._kind)
+        if self._told.get(server) != (rest, counting):
+            described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
+            self._served.ask(server, "optimizer", self._number, self._kind, self._given, described, counting)
+            self._told[server] = rest, counting
+        return [*numbers, share.sum]
 
     # -- state
 
@@ -186,6 +182,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         for parameter, entries in states.items():
             server, at = served.position[parameter]
             there[server][at] = entries
+        for share in self._shares:
+            self._numbers(share)  # the groups there have these parameters
         for server, found in there.items():
             served.ask(server, "load_optimizer_state", self._number, found)
         self._mark(self._everything())
@@ -195,18 +193,16 @@ class ServedOptimizer(torch.optim.Optimizer):
         served = self._served
         self._renew()
         served.pull()
-        index = {parameter: number for number, parameter in enumerate(self._everything())}
-        found = []
+        found: dict[nn.Parameter, Any] = {}
         for share in self._shares:
             here = dict(zip(share.at, share.parameters))
             entries = served.ask(share.half.server, "optimizer_state", self._number)
-            found.append({index[here[at]]: entry for at, entry in entries.items() if at in here})
-        parameters = self._everything()
+            found.update({here[at]: entry for at, entry in entries.items() if at in here})
         before = self.state
         kept = {key: entries for key, entries in before.items() if type(entries) is not Elsewhere}
         try:  # hooks see the whole state
             self.state = defaultdict(dict)
-            self.state.update({parameters[at]: entries for at, entries in merged(found).items()})
+            self.state.update({parameter: found[parameter] for parameter in self._everything() if parameter in found})
             self.state.update(kept)
             return super().state_dict()
         finally:

@@ -141,41 +141,9 @@ def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.P
 def load_saved(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
 ) -> None:
-    """The inverse of ``copy_state``, with the devices and dtypes of ``Optimizer.load_state_dict``: those of the parameter, but
-    for the number of its steps, which is float32 and lies with it where the optimizer counts on the accelerator, and else stays
-    as it is. A parameter without entries has no state then. What old versions have saved becomes what the class has now."""
-    there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
-    for at, entries in state.items():
-        parameter = parameters[at]
-        if not entries:
-            optimizer.state.pop(parameter, None)
-            continue
-        optimizer.state[parameter] = _as_loaded(parameter, "", entries, id(parameter) in there)
-    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-
-
-def merged(states: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    """One state of several workers', in the order of one process: what got its state in the same step stands in the order of
-    the groups, and what got it later behind that. Keys that are no index of a parameter are last."""
-    order: dict[Any, tuple[int, int]] = {}
-    for state in states:
-        rounds, before = 0, -1
-        for index in (index for index in state if isinstance(index, int)):
-            rounds += index < before
-            order[index], before = (rounds, index), index
-    found = {index: entries for state in states for index, entries in state.items()}
-    last = (len(found), 0)
-    return {index: found[index] for index in sorted(found, key=lambda index: order.get(index, last))}
-
-
-def _as_loaded(parameter: torch.Tensor, key: Any, value: Any, counts_there: bool) -> Any:
-    """Also of tensors in dictionaries, lists, tuples and sets."""
-    if isinstance(value, dict):
-        return {name: _as_loaded(parameter, name, item, counts_there) for name, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_as_loaded(parameter, "", item, counts_there) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if key == "step":
-        return value.to(parameter.device, torch.float32) if counts_there else value
-    return value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else value.dtype)
+    """The inverse of ``copy_state``, as ``Optimizer.load_state_dict`` has it. A parameter without entries has no state then."""
+    numbers = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    whole = optimizer.state_dict()
+    whole["state"].update({numbers[id(parameters[at])]: entries for at, entries in state.items()})
+    whole["state"] = {number: entries for number, entries in whole["state"].items() if entries}
+    optimizer.load_state_dict(whole)

@@ -68,7 +68,6 @@ def host(root: Path = Path("/")) -> list[Finding]:
         host_facts.memory(root, arena),
         host_facts.huge_pages(root),
         host_facts.attach(root),
-        host_facts.shared_memory(root),
         tcp,
         host_facts.sockets(root),
         host_facts.threads(len(transport.processors())),

@@ -34,10 +34,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return modules.stand_ins[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """A program that imports it will use it, in this process or in those that it forks. Torch itself (TorchScript, the
-        package of its optimizers) only looks at it: then it is loaded when it is first used."""
-        if not modules.asked_by("torch"):
-            modules.load()
+        """It has its names from ours."""
 
 
 _stand_ins = _StandIns()
@@ -48,8 +45,6 @@ def register() -> None:
     if _stand_ins not in sys.meta_path:
         sys.meta_path.insert(0, _stand_ins)
         after_import("torch", lambda _: modules.replace())
-        for package in modules.LATER:
-            after_import(package, modules.ask_later)
 
 
 def tell_children(environment: MutableMapping[str, str]) -> None:
@@ -66,5 +61,3 @@ def install() -> None:
     from torch's are exchanged, but not what they made of them (subclasses, defaults of arguments, objects)."""
     tell_children(os.environ)
     register()
-    if modules.stand_ins:
-        modules.load()  # modules that hold torch's names already would not ask for ours

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..calls import environment
-from ..transport import PINNED_SEGMENT_BYTES, SEGMENT_BYTES, RdmaError, gpudirect
+from ..graph import size
+from ..transport import PINNED_SEGMENT_BYTES, RdmaError, gpudirect
 from ..transport import cuda_driver as driver
 
 OK, LIMITS, MISSING = "ok", "limits", "missing"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for none
-_SHM_USE = "rdmarpc needs none (memfd), workers of a DataLoader do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,6 @@ def huge_pages(root: Path) -> Finding:
     return Finding("huge pages", LIMITS, text, f"echo advise > {Path('/', folder.relative_to(root))}/shmem_enabled")
 
 
-def shared_memory(root: Path) -> Finding:
-    """The size of /dev/shm."""
-    try:
-        found = os.statvfs(root / "dev/shm")
-    except OSError:
-        return Finding("/dev/shm", LIMITS, f"not there; {_SHM_USE}", "mount -t tmpfs tmpfs /dev/shm")
-    nbytes = found.f_blocks * found.f_frsize
-    text = f"{size(nbytes)}; {_SHM_USE}"
-    return Finding("/dev/shm", OK if nbytes >= SEGMENT_BYTES * 2 else LIMITS, text, "--shm-size=1g, or --ipc=host")
-
-
 def sockets(root: Path) -> Finding:
     """How much the kernel buffers for a TCP connection."""
     names = ("tcp_wmem", "tcp_rmem")
@@ -163,14 +152,6 @@ def heap(environ: Mapping[str, str] = os.environ) -> Finding:
         text = "glibc gives freed blocks of 32 MiB and more back to the system: large temporaries of functions cost page faults"
         return Finding("heap", LIMITS, text, f"{environment.KEEPING} before Python starts (keeps up to 1 GiB)")
     return Finding("heap", OK, "freed blocks stay with the process")
-
-
-def size(nbytes: int) -> str:
-    """``"8 MiB"``, ``"11.8 GiB"``."""
-    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):.1f}".removesuffix(".0") + f" {unit}"
-    return f"{nbytes} B"
 
 
 def _read(path: Path) -> str:

@@ -1,10 +1,10 @@
-"""The modules under torch's names. Each asks ours for a name when it is first used: a process without RPC loads nothing."""
+"""The modules under torch's names."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from . import differences
@@ -28,14 +28,6 @@ MEANT: dict[str, tuple[str, ...]] = {
 """Torch's modules, and ours that have their names: the first that has one."""
 
 PACKAGES = {"torch.distributed.rpc"}
-LATER = {
-    "torch.distributed.optim": ("torch.distributed.optim.optimizer", "DistributedOptimizer"),
-    "torch.distributed.nn": ("torch.distributed.nn.api.remote_module", "RemoteModule"),
-}
-"""Packages that take a name from a module that we stand in for. Libraries import them for what else they have."""
-_ABSENT = object()
-_COMPARED = {"rpc_async", "rpc_sync", "remote"}
-"""TorchScript compares every function that it meets with these."""
 _FAMILIES = (
     "torch.distributed.rpc",
     "torch._C._distributed_rpc",
@@ -51,16 +43,9 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if name == "is_available":
-            return lambda: True
-        if not _loaded and any(LATER[package] == (self.__name__, name) and _being_imported(package) for package in LATER):
-            return _ABSENT
-        if not _loaded and name in _COMPARED and self.__name__ in _originals and asked_by("torch.jit", "torch._jit_internal"):
-            return getattr(_originals[self.__name__], name)
         below = f"{self.__name__}.{name}"
         if below in MEANT:
             return importlib.import_module(below)
-        load()
         for home in MEANT[self.__name__]:
             module = importlib.import_module(home)
             if hasattr(module, name):
@@ -74,13 +59,11 @@ class StandIn(ModuleType):
         if name.startswith("__") or isinstance(value, ModuleType):
             super().__setattr__(name, value)
             return
-        load()
         homes = [importlib.import_module(home) for home in MEANT[self.__name__]]
         setattr(next((home for home in homes if hasattr(home, name)), homes[0]), name, value)
         self.__dict__.pop(name, None)
 
     def __dir__(self) -> list[str]:
-        load()
         return sorted({name for home in MEANT[self.__name__] for name in dir(importlib.import_module(home))})
 
 
@@ -101,43 +84,14 @@ def _taken(module: str, name: str) -> Any:
     )
 
 
-def asked_by(*homes: str) -> bool:
-    """Whether the import, or the look at an attribute, that is under way stands in one of these modules or below."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("importlib.", __package__)):
-        frame = frame.f_back
-    return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{home}." for home in homes))
-
-
-def _being_imported(name: str) -> bool:
-    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
-
-
-def ask_later(package: ModuleType) -> None:
-    """One of ``LATER`` has been imported: what it has not got yet it gets from us when it is first used."""
-    names = vars(package)
-    home, wanted = LATER[package.__name__]
-    if names.get(wanted) is not _ABSENT:
-        return
-    del names[wanted]
-
-    def ours(name: str) -> Any:
-        if name != wanted:
-            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
-        names[name] = getattr(stand_ins[home], name)
-        return names[name]
-
-    names["__getattr__"] = ours
-
-
 stand_ins: dict[str, StandIn] = {}
 """By name; empty until they are where torch's modules are."""
 _originals: dict[str, ModuleType] = {}
-_loaded = False
 
 
 def replace() -> None:
-    """Put the stand-ins where torch's modules are. Torch is imported."""
+    """Put the stand-ins where torch's modules are, and give our names to the modules that took names from the originals. Torch
+    is imported. A second time does nothing."""
     if stand_ins:
         return
     for name in MEANT:
@@ -155,14 +109,6 @@ def replace() -> None:
             sys.modules[name] = module
     # TorchScript looks at two of its functions whatever the program does.
     sys.modules["torch.distributed.autograd"] = stand_ins["torch.distributed.autograd"]
-
-
-def load() -> None:
-    """Import our modules, once, and give them to the modules that took names from the originals."""
-    global _loaded
-    if _loaded:
-        return
-    _loaded = True
     importlib.import_module("rdmarpc.api")
     importlib.import_module("rdmarpc.tools.scripts")
     ours: dict[int, Any] = {}
@@ -172,9 +118,9 @@ def load() -> None:
             if callable(value) and _of_the_original(value):
                 meant = getattr(stand_ins[name], key, value)
                 ours[id(value)] = meant
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module not in _originals.values():
-            _give(vars(module), ours)
+    for each in list(sys.modules.values()):
+        if isinstance(each, ModuleType) and each not in _originals.values():
+            _give(vars(each), ours)
 
 
 def _of_the_original(value: Any) -> bool:

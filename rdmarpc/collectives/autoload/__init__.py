@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -13,20 +12,9 @@ def register() -> None:
     """Tell torch of the backend ``rdmarpc``."""
     if dist.is_available():
         dist.Backend.register_backend("rdmarpc", _create, extended_api=True, devices=["cpu", "cuda"])
-        with contextlib.suppress(ImportError):  # torch's second interface is an experiment
-            from torch.distributed import _dist2
-
-            if "rdmarpc" not in _dist2._BACKENDS:
-                _dist2.register_backend("rdmarpc", _independent)
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     from rdmarpc.collectives.register import create
 
     return create(options, backend_options)
-
-
-def _independent(*args: Any, **options: Any) -> Any:
-    from rdmarpc.collectives.register import independent
-
-    return independent(*args, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from datetime import timedelta
 from typing import Any
@@ -134,8 +133,6 @@ def _makers(meeting: Meeting) -> list[float]:
     rank, groups = meeting.rank, []
     dist.group.WORLD.barrier().wait()
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=meeting_port(meeting))
-    if importlib.util.find_spec("torch.distributed._dist2") is not None:  # an experiment of torch's, until 2.13
-        groups.append(_second_interface())
     split = dist.new_group(backend="rdmarpc").split_group([1, 0])
     groups.append(split)
     assert split.split_group([1 - rank]).size() == 1  # ranks are those of the group
@@ -156,17 +153,6 @@ def _makers(meeting: Meeting) -> list[float]:
     dist.barrier()
     dist.destroy_process_group()
     return found
-
-
-def _second_interface() -> Any:
-    from torch.distributed import _dist2
-
-    made = _dist2.new_group("rdmarpc", LIMIT, "cpu")
-    with _dist2.process_group(made):
-        assert _dist2.current_process_group() is made
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        _dist2.new_group("rdmarpc", LIMIT, "cpu", fast=True)
-    return made
 
 
 def meeting_port(meeting: Meeting) -> str:

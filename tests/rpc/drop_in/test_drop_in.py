@@ -61,17 +61,14 @@ def test_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
         run.main([])
 
 
-def test_our_modules_are_loaded_by_the_first_use() -> None:
+def test_packages_that_take_our_names_have_them() -> None:
     code = """
-        import sys, torch
+        import torch
         import torch.nn.parallel
-        torch.distributed.rpc.is_available()
+        assert torch.distributed.rpc.is_available() and torch.distributed.autograd.is_available()
         from torch.distributed.optim import ZeroRedundancyOptimizer
-        assert "rdmarpc.api" not in sys.modules
         optimizers = torch.distributed.optim
-        assert "DistributedOptimizer" not in vars(optimizers) and not hasattr(optimizers, "Nothing")
-        torch.distributed.rpc.RRef
-        assert "rdmarpc.api" in sys.modules
+        assert not hasattr(optimizers, "Nothing")
         from torch.distributed.optim import *
         import rdmarpc.optim
         assert DistributedOptimizer is rdmarpc.optim.DistributedOptimizer is optimizers.optimizer.DistributedOptimizer
