@@ -65,7 +65,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_pages_name_is_there(page: Path) -> None:
-    """Tests, by file and by name; programs that are started with ``python -m``; files, by the room they are in."""
+    """Tests, by file and by name; programs that ``python -m`` starts, and their options; files, by the room they are in."""
     text = page.read_text()
     files = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
     tests = "".join(path.read_text() for path in files.values())
@@ -77,6 +77,10 @@ def test_what_pages_name_is_there(page: Path) -> None:
         there = ROOT / name.replace(".", "/")
         if not there.with_suffix(".py").exists() and not there.is_dir() and there.name not in made:
             missing.append(name)
+    for name, options in re.findall(r"-m experiments\.(\w+) ([^\n`]*=[^\n`]*)", text):
+        config = (ROOT / f"experiments/conf/{name}.yaml").read_text() if name not in made else options
+        keys = re.findall(r"(?<![\w./])(?!hydra)([a-z_]+)[\w.]*=", options)
+        missing += [f"{name} {key}" for key in keys if not re.search(rf"\b{key}[:=]", config)]
     tops = [ROOT / top for top in ("transport", "graph", "rdmarpc", "experiments", "tests")]
     rooms = [*tops, *(path for top in tops for path in top.iterdir())]
     for name, room, within in re.findall(r"`((\w+)/(\w[\w/]*?)(?:\.py)?)`", text):
