@@ -20,8 +20,7 @@ FOLDERS = {
     "rdmarpc.experiments": "experiments",
 }
 
-# torch.fx runs tqdm where it is installed, so captures have to do with it.
-TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest", "tqdm"]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 TRAINERS = ["transformers>=5", "lightning", "accelerate"]
 ZOO = [*TRAINERS, "torchvision", "timm", "torch_geometric"]
 _MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]

@@ -9,7 +9,7 @@ USAGE = """usage: rdmarpc COMMAND [arguments]
 
   bench [--json] [--compare OLD.json] [key=value ...]
                                    every latency beside its physical floor and beside torch RPC
-  doctor [PEER] [--json] [--compile]
+  doctor [PEER] [--require rdma] [--json] [--compile]
                                    what this host can do, how a peer is reached, and why not faster
   graph FILE [--draw OUT]          what crosses in a wrapped model, from a file that it saved
   run [--] SCRIPT.py [arguments]   a program that imports torch.distributed.rpc, unchanged (or: run -m MODULE)

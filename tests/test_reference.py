@@ -52,13 +52,20 @@ def test_the_picture_and_the_design_have_every_room() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
-    assert not [link for link in links if not (page.parent / link).exists()]
+    links = re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text())
+    found = [(page.parent / link if link else page, anchor) for link, anchor in links]
+    assert not [(path, anchor) for path, anchor in found if not path.exists() or (anchor and anchor not in anchors(path))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_pages_name_is_there(page: Path) -> None:
-    """Tests, by file and by name; programs that are started with ``python -m``."""
+    """Tests, by file and by name; programs that ``python -m`` starts, and their options; files, by the room they are in."""
     text = page.read_text()
     files = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
     tests = "".join(path.read_text() for path in files.values())
@@ -70,6 +77,39 @@ def test_what_pages_name_is_there(page: Path) -> None:
         there = ROOT / name.replace(".", "/")
         if not there.with_suffix(".py").exists() and not there.is_dir() and there.name not in made:
             missing.append(name)
+    for name, options in re.findall(r"-m experiments\.(\w+) ([^\n`]*=[^\n`]*)", text):
+        config = (ROOT / f"experiments/conf/{name}.yaml").read_text() if name not in made else options
+        keys = re.findall(r"(?<![\w./])(?!hydra)([a-z_]+)[\w.]*=", options)
+        missing += [f"{name} {key}" for key in keys if not re.search(rf"\b{key}[:=]", config)]
+    tops = [ROOT / top for top in ("transport", "graph", "rdmarpc", "experiments", "tests")]
+    rooms = [*tops, *(path for top in tops for path in top.iterdir())]
+    for name, room, within in re.findall(r"`((\w+)/(\w[\w/]*?)(?:\.py)?)`", text):
+        found = [path / within for path in rooms if path.name == room]
+        if found and within not in made and not any(path.exists() or path.with_suffix(".py").exists() for path in found):
+            missing.append(name)
+    assert not missing
+
+
+def test_the_promises_name_tests() -> None:
+    """By a file, ``::`` and a word of the test's name; by a parameter, in brackets; what comes next is of the same file."""
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    helpers = "".join(path.read_text() for path in (ROOT / "tests/helpers").glob("*.py"))
+    missing = []
+    for line in re.findall(r"^\| .* \| (.*) \|$", (DOCS / "promises.md").read_text(), re.M):
+        text = ""
+        for entry in re.split(r", (?![^\[]*\])", line.replace("`", "") if line != "test" else ""):
+            where, names = re.fullmatch(r"([^\[]*?)(?: \[(.*)\])?", entry).groups()  # type: ignore[union-attr]
+            file, _, word = where.partition("::")
+            stem, folder = Path(file).stem, ROOT / "tests" / file.removeprefix("tests/")
+            if path := files.get(f"test_wrap_{file}", files.get(stem)):
+                text = path.read_text()
+            elif folder.is_dir():
+                text = "".join(path.read_text() for path in folder.rglob("*.py"))
+            else:
+                word = where
+            if not re.search(rf"def test_\w*{word.removeprefix('test_')}", text):
+                missing.append(entry)
+            missing += [name for name in re.split(r", | \.\.\. ", names or "") if name.strip("* ") not in text + helpers]
     assert not missing
 
 
@@ -84,3 +124,17 @@ def test_the_example_of_the_readme_says_what_stands_there(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     (loss, table), (_, expected) = (text.strip().split("\n", 1) for text in (done.stdout, output))
     assert loss.startswith("loss 0.") and table == expected
+
+
+def test_the_experiment_of_contributing_runs(tmp_path: Path) -> None:
+    page, folder = (ROOT / "CONTRIBUTING.md").read_text(), tmp_path / "experiments"
+    (folder / "conf").mkdir(parents=True)
+    for path in (*(ROOT / "experiments").iterdir(), *(ROOT / "experiments/conf").iterdir()):
+        if path.name != "conf":
+            (tmp_path / path.relative_to(ROOT)).symlink_to(path)
+    for name, text in re.findall(r"`experiments/((?:conf/)?echo\.\w+)`:\n\n```\w+\n(.*?)```", page, re.S):
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "experiments.echo", "nbytes=65536", "rounds=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "65536" in done.stdout and len(list(tmp_path.rglob("echo.json"))) == 1

@@ -36,7 +36,7 @@ STILL_RUN = {
 
 TESTS: dict[str, str] = {
     "test_dynamic_rpc_existing_rank_can_communicate_with_new_rank_cuda": GPU,
-    "test_backward_unused_send_function": "asserts that backward hangs; ours does not (tests/rpc/test_autograd_unused.py)",
+    "test_backward_unused_send_function": "asserts that backward hangs; ours does not (test_autograd_delays.py)",
     "test_no_grad_copy": "asserts that a gradient is copied which nobody else has",
     "test_trainer_ps_torchscript_functions": "gives a reference to a TorchScript function, which only takes torch's own RRef",
     "test_register_rpc_backend_and_set_and_start_rpc_backend": INTERNAL,

@@ -39,7 +39,7 @@ READ, WRITE, OWN = range(3)
 _RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20
-TENSORS, SLOTS, RINGS = "tensors of this program", "slots of wrapped models", "rings"
+TENSORS, SLOTS, RINGS = "tensors of this program", "slots of served models", "rings"
 """The purposes of memory (``Arena.note``)."""
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

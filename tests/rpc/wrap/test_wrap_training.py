@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,3 +205,34 @@ def freed() -> None:
 
 def test_memory_is_given_back(drive):
     drive(freed)
+
+
+class Shown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.features, self.encoder = nn.Linear(4, 8), nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.encoder(self.features(x)).mean(1)
+
+
+def shown() -> None:
+    """The programs of the pages, one after another."""
+    x, y = torch.randn(2, 3, 4), torch.arange(2)
+    names: dict[str, Any] = {"torch": torch, "F": F, "rpc": rpc, "net": Shown(), "data": [(x, y)] * 6}
+    for page in ("wrap.md", "graphed.md"):
+        text = (Path(__file__).parents[3] / "docs" / page).read_text()
+        for program in re.findall(r"```python\n(.*?)```", text, re.S):
+            names |= {"x": x, "y": y}
+            exec(program.replace("/cuda:0", ""), names)
+        model = names["model"]
+        names["optimizer"] = sgd(model)
+    layers = model.encoder.layers
+    found = [each.place for each in (layers[9].linear1.weight, layers[9].linear2.weight, names["loss"])]
+    assert found == ["worker1", "worker2", "worker2"]
+    assert names["step"].replays
+
+
+def test_the_programs_of_the_pages_run(drive):
+    drive(shown)
