@@ -284,6 +284,7 @@ class Call:
         self.brought: dict[int, Storage] = {}
         self.places: dict[int, tuple[Region, int, int]] = {}
         self.shifts: dict[int, int] = {}
+        self.freed: set[int] = set()
 
     def given(self, value: tuple[Any, ...]) -> int:
         kind, which, *ahead = value
@@ -298,9 +299,9 @@ class Call:
         region, offset, _ = self.places[which]
         return region.number if kind == "region" else offset
 
-    def freed(self, part: Messages) -> list[tuple[Region, int, int]]:
-        """The places of what a program frees; they are the call's no more."""
-        return [self.places.pop(number) for number in part.freed]
+    def places_of(self, numbers: list[int]) -> list[tuple[Region, int, int]]:
+        """The places of what crossed, of those numbers, that no program has freed."""
+        return [self.places[number] for number in numbers if number in self.places and number not in self.freed]
 
 
 class Program:
@@ -558,8 +559,7 @@ class Program:
             return self._replayed(call)
         except BaseException:
             for stream, numbers in self._made_at.items():
-                places = [call.places[number] for number in numbers if number in call.places]
-                stream.owe([ring.FREE, *(call.base + number for number in numbers)], places)
+                stream.owe([ring.FREE, *(call.base + number for number in numbers)], call.places_of(numbers))
             raise
 
     def _replayed(self, call: Call) -> Any:
@@ -604,11 +604,13 @@ class Program:
                 posts.append((stream, program.name, [call.given(each) for each in part.values], part))
             for at, (stream, name, given, part) in enumerate(posts):
                 try:
-                    stream.replay(name, call.base, given, call.freed(part), part.operations)
+                    stream.replay(name, call.base, given, call.places_of(part.freed), part.operations)
                 except BaseException:
                     for late, name, given, part in posts[at:] if at else ():
-                        late.owe([ring.REPLAY, name, call.base, *given], call.freed(part))
+                        late.owe([ring.REPLAY, name, call.base, *given], call.places_of(part.freed))
+                        call.freed.update(part.freed)
                     raise
+                call.freed.update(part.freed)
 
     def _address(self, event: Crossed, call: Call) -> int:
         """Of the tensor that crosses, modulo 64."""
