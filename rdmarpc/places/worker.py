@@ -168,7 +168,7 @@ class Runner:
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
-        self.regions: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self.regions: dict[int, memoryview] = {}
         """Memory of ours, by number, into which the caller or another worker writes."""
         self.remote: dict[int, Landing] = {}
         """Memory of other workers, by number, into which we write."""
@@ -231,7 +231,7 @@ class Runner:
         channel = self._serving(source) if source else self.channel
         memory = channel.device.arena.note(channel.empty(nbytes, dtype=torch.uint8), "what streams send")
         notify = channel.take_numbers(1) if source else 0
-        self.regions[number] = memory, memoryview(memory.numpy()).cast("B")
+        self.regions[number] = memoryview(memory.numpy()).cast("B")
         if source:
             self.sources[number] = channel, channel.count(notify).record
             self.arrived[number] = kernels.load(self.sources[number][1])
@@ -685,7 +685,7 @@ class Runner:
 
     def _land(self, words: list[int], at: int) -> None:
         name, meta, region, offset, shift = words[at : at + 5]
-        buffer = self.regions[region][1]
+        buffer = self.regions[region]
         if region in self.sources:
             self._await(region)
             if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
