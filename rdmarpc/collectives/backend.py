@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..base import forked, here
 from ..options import RpcBackendOptions
+from ..places import RemoteTensor, refuse
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
 from . import calls
 from .engine import Engine
@@ -143,6 +144,7 @@ class ProcessGroup(_Group):
 
     def _keep(self, work: Work) -> Work:
         """For ``_end_coalescing``, if this thread is coalescing."""
+        refuse("it calls a collective")
         if (collected := self.collected.works) is not None:
             collected.append(work)
         return work
@@ -173,7 +175,7 @@ class ProcessGroup(_Group):
         if plain(tensor):
             return calls.all_reduce(tensor, sum_of(opts.reduceOp, tensor.dtype)), [tensor], None, (), True
         ends = Ends(self.staging)
-        if tensor.layout is torch.sparse_coo and tensor.is_cpu:
+        if tensor.layout is torch.sparse_coo and tensor.is_cpu and type(tensor) is not RemoteTensor:
             return calls.all_reduce_sparse(tensor, opts.reduceOp), [tensor], ends, (), True
         return self._summed(ends, tensor, opts), [tensor], ends, (), True
 
@@ -421,6 +423,8 @@ class ProcessGroup(_Group):
         return self._receive(_one(tensors), -1, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        if type(tensor) is RemoteTensor:
+            raise NotSupported("recv cannot write a tensor that lies at a worker", hint="give it a plain tensor")
         written("recv_", (tensor,))
         if plain(tensor) and not torch.autograd._profiler_enabled():
             return self._keep(self.pairs.receive(tensor, src, tag, None, [tensor]))

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from standing_group import StandingGroup
 from torch import nn
@@ -487,6 +488,33 @@ def replaced() -> None:
 
 def test_replaced(group):
     group.run(replaced)
+
+
+def collective_within(backend: str) -> None:
+    """A collective of plain tensors in a step is made in every call."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        step = trains(net, optimizer)
+
+        def averaged(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = home(step(x, y)[0])
+            dist.all_reduce(loss)
+            return loss
+
+        return averaged
+
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    pair = Pair(mlp(), fused, HALVES, make)
+    for x, y in batches(10):
+        pair.both(x, y)
+    dist.destroy_process_group()
+    assert "collective" in pair.graph.why or "allreduce" in pair.graph.why
+    pair.end(replays=0, runs=10)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rdmarpc"])
+def test_a_collective_within(group, backend):
+    group.run(collective_within, backend)
 
 
 def exchanged() -> None:

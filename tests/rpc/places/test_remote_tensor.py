@@ -839,22 +839,29 @@ def collectives() -> None:
     """What a collective writes is at the worker afterwards, and in plain tensors beside."""
     import torch.distributed as dist
 
+    for backend in ("gloo", "rdmarpc"):  # the one is C++, which passes torch's dispatcher
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            collectives_of_a_group()
+        finally:
+            dist.destroy_process_group()
+
+
+def collectives_of_a_group() -> None:
+    import torch.distributed as dist
+
     x = there(torch.arange(4.0))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for gather in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single):
-            for given, into in ((x, torch.zeros(4)), (home(x), there(torch.zeros(4))), (x, there(torch.zeros(4), W2))):
-                gather(into, given)
-                assert (into + 1).tolist() == [1, 2, 3, 4], gather.__name__
-        listed = [there(torch.zeros(4))]
-        dist.all_gather(listed, x)
-        dist.all_reduce(listed[0], async_op=True).wait()
-        same(listed[0] + 1, torch.arange(1.0, 5))
-        refused(lambda: dist.recv(x, 0), "recv")
-        refused(lambda: dist.all_gather(listed, home(x)), "all_gather")
-        refused(lambda: dist.scatter(home(x), listed, 0), "scatter")
-    finally:
-        dist.destroy_process_group()
+    for gather in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single):
+        for given, into in ((x, torch.zeros(4)), (home(x), there(torch.zeros(4))), (x, there(torch.zeros(4), W2))):
+            gather(into, given)
+            assert (into + 1).tolist() == [1, 2, 3, 4], gather.__name__
+    listed = [there(torch.zeros(4))]
+    dist.all_gather(listed, x)
+    dist.all_reduce(listed[0], async_op=True).wait()
+    same(listed[0] + 1, torch.arange(1.0, 5))
+    refused(lambda: dist.recv(x), "recv")
+    refused(lambda: dist.all_gather(listed, home(x)), "all_gather")
+    refused(lambda: dist.scatter(home(x), listed, 0), "scatter")
 
 
 def no_memory() -> None:
