@@ -104,10 +104,21 @@ def _applied_with_places(torchs: Callable[..., nn.Module]) -> Callable[..., nn.M
     return apply
 
 
+def _asking_dlpack(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """The old way to share a tensor with other libraries does not ask its class, and would give them no memory."""
+
+    @functools.wraps(torchs)
+    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tensor.__dlpack__() if type(tensor) is RemoteTensor else torchs(tensor, *args, **kwargs)
+
+    return to_dlpack
+
+
 torch.Tensor.data = _data_with_places(torch.Tensor.data)  # type: ignore[assignment]
 for _name in ("apply_", "map_", "map2_"):
     setattr(torch.Tensor, _name, _by_element(getattr(torch.Tensor, _name)))
 torch.nn.functional.one_hot = _checked_one_hot(torch.nn.functional.one_hot)
+torch.to_dlpack = torch.utils.dlpack.to_dlpack = _asking_dlpack(torch.to_dlpack)
 nn.Module._apply = _applied_with_places(nn.Module._apply)  # type: ignore[method-assign]
 if dist.is_available():
     for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):

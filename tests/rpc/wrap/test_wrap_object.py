@@ -372,6 +372,7 @@ def refused() -> None:
     attempts = {
         "jit.trace": lambda: torch.jit.trace(model, x),
         "dlpack": lambda: torch.from_dlpack(weight.detach()),
+        "dlpack of old": lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).sum().item(),
         "shared memory": lambda: weight.detach().share_memory_(),
         "a storage": lambda: plain.set_(weight.detach().untyped_storage()),
         "a numpy array of it": lambda: np_dlpack(weight.detach()),
