@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
     from .memory import sole
-    from .nic import choice, ports
+    from .nic import libibverbs, ports
     from .tls import openssl
     from .verbs import gpudirect
 
@@ -98,7 +98,7 @@ _HOMES = {
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",
     "memory.sole": "sole",
-    "nic.choice": "choice",
+    "nic.libibverbs": "libibverbs",
     "nic.ports": "ports",
     "tls.openssl": "openssl",
     "verbs.gpudirect": "gpudirect",
