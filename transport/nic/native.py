@@ -11,7 +11,6 @@ and the kernel takes all of it back.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import errno
 import mmap
 import os
@@ -198,10 +197,9 @@ class Context:
             raise RdmaError("the RDMA device is closed, or another process's", device=self.name)
 
     def device(self) -> DeviceAttr:
-        attr = libibverbs.DeviceAttr()
+        attr = DeviceAttr()
         self.done("ibv_query_device", self.address, ctypes.byref(attr))
-        found = {field.name: getattr(attr, field.name) for field in dataclasses.fields(DeviceAttr)}
-        return DeviceAttr(**found | {"fw_ver": attr.fw_ver.decode("ascii", "replace")})
+        return attr
 
     def port(self, number: int) -> PortAttr:
         attr = libibverbs.PortAttr()
