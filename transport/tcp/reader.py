@@ -256,8 +256,7 @@ class Reader:
         elif op == wire.REFUSED:
             self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer))
         elif op == wire.BYE:
-            status, why = goodbye(index)
-            raise PeerLost(why, peer=self._posts.peer, device="tcp", status=status)
+            raise goodbye(index, self._posts.peer, "tcp")
 
     def _end_post(self, flags: int, seq: int) -> None:
         if self._refusal:

@@ -34,8 +34,7 @@ from ..nic.native import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
-from ..peers.guard import Guard
-from ..peers.heartbeat import Heart
+from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
@@ -78,7 +77,6 @@ class VerbsDevice(ListeningDevice):
         super().__init__("verbs", options)
         self._tls = prepare(options.tls, self.secret, "verbs")
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
-        self.guard = Guard("rdmarpc-verbs")
         self.local = Registrations(self._context, self.memory, self._lock)
         self.gpu_kind = self.local.gpu_kind
         with contextlib.ExitStack() as undo:
@@ -100,7 +98,7 @@ class VerbsDevice(ListeningDevice):
             undo.callback(self._heart.stop)
             self.watch.start()
             undo.callback(self.watch.stop)
-            self._service = Service(self, listener, self.guard)
+            self._service = Service(self, listener)
             self._service.start()
             undo.pop_all()
 
@@ -117,7 +115,7 @@ class VerbsDevice(ListeningDevice):
                 f"  control        {self._tls.explain() if self._tls is not None else 'not encrypted (option tls)'}",
                 "  payload        not encrypted: it goes past the processor",
                 f"  messages       of up to {self.max_msg_sz} bytes; {queues.sends} a queue pair, {queues.receives} receives",
-                f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
+                f"  adapter        firmware {limits.fw_ver.decode() or 'unknown'}; at most {limits.max_mr} memory regions",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
                 *self.local.explain(),
                 f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
@@ -297,10 +295,9 @@ class VerbsDevice(ListeningDevice):
 
     # -- for the channels
 
-    def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
-        """End a channel that broke, and tell the listener once. The peer is told too, as it may not know yet."""
+    def lost(self, channel: VerbsChannel, error: RdmaError, why: int = BROKEN) -> None:
         if channel.error is None and channel.known:
-            channel.stream.goodbye(control.BROKEN, 0.0)
+            channel.stream.goodbye(why, 0.0)
         if channel.end(error) and channel.known:
             self.door.lost(channel, self.on_lost)
 
@@ -322,12 +319,6 @@ class VerbsDevice(ListeningDevice):
             # What came by the queue pair before the goodbye counts: it is on the completion queue.
             kernels.progress(self.port)
             self.lost(channel, error if error.status == "EOF" else channel.lane.failure() or error)
-
-    def _look(self, channel: VerbsChannel, seconds: float) -> None:
-        """Give the peer up if it has not been heard for too long. Should it ever run again, it finds our goodbye."""
-        if channel.error is None and self._looks.too_long(channel.look(seconds)):
-            channel.stream.goodbye(control.SILENT, 0.0)
-            self.lost(channel, PeerLost(self._looks.text(), peer=channel.peer, device="verbs", status="SILENT"))
 
     # -- the end
 
