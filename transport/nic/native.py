@@ -318,8 +318,9 @@ class Context:
                 return
             children = sorted(self.children, key=lambda child: _LAST.index(child.destroy))
             steps: list[Callable[[], None]] = [partial(self.end, child) for child in children]
+            steps.append(partial(self.done, "ibv_close_device", self.address))
             failed = []
-            for step in [*steps, partial(self.done, "ibv_close_device", self.address)]:
+            for step in steps:
                 try:
                     step()
                 except RdmaError as error:  # an adapter that failed may refuse some: the others are done all the same
