@@ -87,11 +87,11 @@ def receive_hello(sock: socket.socket) -> bytes:
 
 class Message(NamedTuple):
     kind: int
-    number: int
-    key: int
-    address: int
-    nbytes: int
-    rkey: int
+    number: int = 0
+    key: int = 0
+    address: int = 0
+    nbytes: int = 0
+    rkey: int = 0
 
 
 class ControlStream:
@@ -108,28 +108,18 @@ class ControlStream:
         self._rest = b""
         self.closed = False
 
-    def send(
-        self,
-        kind: int,
-        number: int = 0,
-        key: int = 0,
-        address: int = 0,
-        nbytes: int = 0,
-        rkey: int = 0,
-        *,
-        patience: float | None = None,
-    ) -> None:
-        """Raises ``PeerLost`` if the peer is gone or has not read for ``patience`` seconds (default: a few)."""
-        data = MESSAGE.pack(kind, number, key, address, nbytes, rkey)
+    def send(self, *message: int, patience: float = _SEND_TIMEOUT_S) -> None:
+        """Send a ``Message``. Raises ``PeerLost`` if the peer is gone or has not read for ``patience`` seconds."""
+        data = MESSAGE.pack(*Message(*message))
         with self.lock:
             if self.closed:
                 raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
             try:
-                self._send_all(data, _SEND_TIMEOUT_S if patience is None else patience)
+                self._send_all(data, patience)
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
 
-    def goodbye(self, why: int, patience: float | None = None) -> None:
+    def goodbye(self, why: int, patience: float = _SEND_TIMEOUT_S) -> None:
         """The channel ended (``peers/heartbeat``: why). Where nobody hears it, the peer finds the end of the stream."""
         with contextlib.suppress(PeerLost):
             self.send(BYE, why, patience=patience)

@@ -42,8 +42,8 @@ from ..tls.stream import prepare
 from ..words import kernels
 from . import control
 from .channel import VerbsChannel
-from .control import MESSAGE, ControlStream, Setup
-from .registrations import Announcement, Registrations
+from .control import MESSAGE, ControlStream, Message, Setup
+from .registrations import Registrations
 from .watch import Watch
 
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
@@ -94,7 +94,7 @@ class VerbsDevice(ListeningDevice):
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
             shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
             self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
-            self._heart = Heart(frame=MESSAGE.pack(control.BEAT, 0, 0, 0, 0, 0))
+            self._heart = Heart(frame=MESSAGE.pack(*Message(control.BEAT)))
             undo.callback(self._heart.stop)
             self.watch.start()
             undo.callback(self.watch.stop)
@@ -173,7 +173,7 @@ class VerbsDevice(ListeningDevice):
             told, channels = self.local.share(tensor, region), self.opened()
         self._tell(channels, told)
         self.count("registrations")
-        return Region(self, tensor, told[1], told[2], 0, foreign=True)
+        return Region(self, tensor, told.number, told.key, 0, foreign=True)
 
     def deregister(self, region: Region) -> None:
         """Withdraw a region of GPU memory from the peers. Returns when none of their copies is under way there."""
@@ -190,7 +190,7 @@ class VerbsDevice(ListeningDevice):
         with self._lock:
             return [channel for channel in self._channels if isinstance(channel, VerbsChannel) and channel.error is None]
 
-    def _tell(self, channels: Sequence[VerbsChannel], message: Announcement) -> None:
+    def _tell(self, channels: Sequence[VerbsChannel], message: Message) -> None:
         for channel in channels:
             try:
                 channel.stream.send(*message)
