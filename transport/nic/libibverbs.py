@@ -11,26 +11,45 @@ import ctypes
 import errno
 import functools
 from collections.abc import Iterator
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar
 
 from ..errors import NotSupported
-from .attributes import DeviceAttr, fields
 from .status import failure
 
 LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
 _FORK_UNNEEDED = 2
 
 
+def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    return [(name, kind) for name in names.split()]
+
+
+class DeviceAttr(ctypes.Structure):
+    """``ibv_device_attr``."""
+
+    _fields_ = (
+        ("fw_ver", c_char * 64),
+        *_fields(c_uint64, "node_guid sys_image_guid max_mr_size page_size_cap"),
+        *_fields(c_int, "vendor_id vendor_part_id hw_ver max_qp max_qp_wr device_cap_flags max_sge max_sge_rd max_cq max_cqe"),
+        *_fields(c_int, "max_mr max_pd max_qp_rd_atom max_ee_rd_atom max_res_rd_atom max_qp_init_rd_atom"),
+        *_fields(c_int, "max_ee_init_rd_atom atomic_cap max_ee max_rdd max_mw max_raw_ipv6_qp max_raw_ethy_qp max_mcast_grp"),
+        *_fields(c_int, "max_mcast_qp_attach max_total_mcast_qp_attach max_ah max_fmr max_map_per_fmr max_srq max_srq_wr"),
+        ("max_srq_sge", c_int),
+        ("max_pkeys", c_uint16),
+        *_fields(c_uint8, "local_ca_ack_delay phys_port_cnt"),
+    )
+
+
 class PortAttr(ctypes.Structure):
     """``ibv_port_attr``, as far as ``ibv_query_port`` fills it."""
 
     _fields_ = (
-        *fields(c_int, "state max_mtu active_mtu gid_tbl_len"),
-        *fields(c_uint32, "port_cap_flags max_msg_sz bad_pkey_cntr qkey_viol_cntr"),
-        *fields(c_uint16, "pkey_tbl_len lid sm_lid"),
-        *fields(c_uint8, "lmc max_vl_num sm_sl subnet_timeout init_type_reply active_width active_speed phys_state"),
-        *fields(c_uint8, "link_layer flags"),
+        *_fields(c_int, "state max_mtu active_mtu gid_tbl_len"),
+        *_fields(c_uint32, "port_cap_flags max_msg_sz bad_pkey_cntr qkey_viol_cntr"),
+        *_fields(c_uint16, "pkey_tbl_len lid sm_lid"),
+        *_fields(c_uint8, "lmc max_vl_num sm_sl subnet_timeout init_type_reply active_width active_speed phys_state"),
+        *_fields(c_uint8, "link_layer flags"),
         ("later", c_uint8 * 16),
     )
 
@@ -38,23 +57,23 @@ class PortAttr(ctypes.Structure):
 class QpCap(ctypes.Structure):
     """``ibv_qp_cap``."""
 
-    _fields_ = fields(c_uint32, "max_send_wr max_recv_wr max_send_sge max_recv_sge max_inline_data")
+    _fields_ = _fields(c_uint32, "max_send_wr max_recv_wr max_send_sge max_recv_sge max_inline_data")
 
 
 class QpInitAttr(ctypes.Structure):
     """``ibv_qp_init_attr``."""
 
     _fields_ = (
-        *fields(c_void_p, "qp_context send_cq recv_cq srq"),
+        *_fields(c_void_p, "qp_context send_cq recv_cq srq"),
         ("cap", QpCap),
-        *fields(c_int, "qp_type sq_sig_all"),
+        *_fields(c_int, "qp_type sq_sig_all"),
     )
 
 
 class SrqInitAttr(ctypes.Structure):
     """``ibv_srq_init_attr``, with its ``ibv_srq_attr``."""
 
-    _fields_ = (("srq_context", c_void_p), *fields(c_uint32, "max_wr max_sge srq_limit"))
+    _fields_ = (("srq_context", c_void_p), *_fields(c_uint32, "max_wr max_sge srq_limit"))
 
 
 class AhAttr(ctypes.Structure):
@@ -63,10 +82,10 @@ class AhAttr(ctypes.Structure):
     _fields_ = (
         ("dgid", c_uint64 * 2),
         ("flow_label", c_uint32),
-        *fields(c_uint8, "sgid_index hop_limit traffic_class"),
+        *_fields(c_uint8, "sgid_index hop_limit traffic_class"),
         ("grh_end", c_uint8),
         ("dlid", c_uint16),
-        *fields(c_uint8, "sl src_path_bits static_rate is_global port_num"),
+        *_fields(c_uint8, "sl src_path_bits static_rate is_global port_num"),
         ("end", c_uint8),
     )
 
@@ -75,13 +94,13 @@ class QpAttr(ctypes.Structure):
     """``ibv_qp_attr``."""
 
     _fields_ = (
-        *fields(c_int, "qp_state cur_qp_state path_mtu path_mig_state"),
-        *fields(c_uint32, "qkey rq_psn sq_psn dest_qp_num qp_access_flags"),
+        *_fields(c_int, "qp_state cur_qp_state path_mtu path_mig_state"),
+        *_fields(c_uint32, "qkey rq_psn sq_psn dest_qp_num qp_access_flags"),
         ("cap", QpCap),
-        *fields(AhAttr, "ah_attr alt_ah_attr"),
-        *fields(c_uint16, "pkey_index alt_pkey_index"),
-        *fields(c_uint8, "en_sqd_async_notify sq_draining max_rd_atomic max_dest_rd_atomic min_rnr_timer port_num timeout"),
-        *fields(c_uint8, "retry_cnt rnr_retry alt_port_num alt_timeout"),
+        *_fields(AhAttr, "ah_attr alt_ah_attr"),
+        *_fields(c_uint16, "pkey_index alt_pkey_index"),
+        *_fields(c_uint8, "en_sqd_async_notify sq_draining max_rd_atomic max_dest_rd_atomic min_rnr_timer port_num timeout"),
+        *_fields(c_uint8, "retry_cnt rnr_retry alt_port_num alt_timeout"),
         ("rate_limit", c_uint32),
     )
     MASK: ClassVar = {

@@ -11,6 +11,7 @@ and the kernel takes all of it back.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import mmap
 import os
@@ -197,9 +198,10 @@ class Context:
             raise RdmaError("the RDMA device is closed, or another process's", device=self.name)
 
     def device(self) -> DeviceAttr:
-        attr = DeviceAttr()
+        attr = libibverbs.DeviceAttr()
         self.done("ibv_query_device", self.address, ctypes.byref(attr))
-        return attr
+        found = {field.name: getattr(attr, field.name) for field in dataclasses.fields(DeviceAttr)}
+        return DeviceAttr(**found | {"fw_ver": attr.fw_ver.decode("ascii", "replace")})
 
     def port(self, number: int) -> PortAttr:
         attr = libibverbs.PortAttr()

@@ -199,9 +199,12 @@ def describe(port: Found) -> str:
 def _key(port: Found, place: str) -> tuple[bool, int, float, list[tuple[str, int]], int]:
     gid, _ = pick_gid(port, interface_of(port, place))
     assert gid is not None
-    # A software device, or one that the firmware does not place, is taken for far: where all are, it decides nothing.
-    far = 255 if port.distance is None else port.distance
-    return grade(gid) in _POOR, far, -port.gbit_per_s, _natural(port.device), port.number
+    return grade(gid) in _POOR, _distance(port), -port.gbit_per_s, _natural(port.device), port.number
+
+
+def _distance(port: Found) -> int:
+    """A software device, or one that the firmware does not place, is taken for far: where all are, it decides nothing."""
+    return 255 if port.distance is None else port.distance
 
 
 def _natural(name: str) -> list[tuple[str, int]]:

@@ -128,13 +128,22 @@ EVENTS = (
 )
 """Names of ``enum ibv_event_type``, by number."""
 
-ENDS = {
-    "CQ_ERR": "the completion queue overflowed or broke: no completion can be trusted any more",
-    "SRQ_ERR": "the shared receive queue broke: no notification arrives any more",
-    "DEVICE_FATAL": "the adapter failed; the driver resets it",
+EVENT_MEANINGS = {
+    "CQ_ERR": ("device", "the completion queue overflowed or broke: no completion can be trusted any more"),
+    "SRQ_ERR": ("device", "the shared receive queue broke: no notification arrives any more"),
+    "DEVICE_FATAL": ("device", "the adapter failed; the driver resets it"),
+    "QP_FATAL": ("connection", "a queue pair broke in a way that no completion reports"),
+    "QP_REQ_ERR": ("connection", "the peer sent a request that its connection does not allow"),
+    "QP_ACCESS_ERR": ("connection", "the peer asked for memory that it may not touch"),
+    "WQ_FATAL": ("connection", "a work queue broke"),
+    "PORT_ERR": ("port", "the link went down; copies under way are tried again until their retries are used up"),
+    "PORT_ACTIVE": ("port", "the link is up"),
+    "LID_CHANGE": ("port", "the subnet manager gave the port another LID: connections made before it are broken"),
+    "GID_CHANGE": ("port", "the addresses of the port changed: connections over an address that went away are broken"),
+    "PKEY_CHANGE": ("port", "the partitions of the port changed"),
 }
-"""What happened, for each event that takes all connections of the device with it. Others are only counted: what breaks one
-connection (``QP_FATAL``, ...) shows in its completions, and the link may come back."""
+"""For each event its scope (``device``: all connections are lost; ``connection``: one is; ``port``: it is only reported) and
+what happened. Other events (``COMM_EST``, ``SM_CHANGE``, ...) have no effect here."""
 
 
 def status_name(status: int) -> str:

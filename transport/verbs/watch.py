@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import PeerLost, RdmaError, RemoteAccessError
 from ..nic.native import Context
 from ..nic.queues import Queues
-from ..nic.status import ENDS
+from ..nic.status import EVENT_MEANINGS
 from ..peers.guard import Guard
 from ..words import completions, kernels
 from .channel import VerbsChannel
@@ -84,7 +84,7 @@ class Watch:
             try:
                 channel.tend()
             except BaseException as error:
-                device.break_off(channel, error, "keeping a connection alive")
+                channel.break_off(error, "keeping a connection alive")
         kernels.progress(self._queues.port)
 
     def _look_for_failures(self) -> None:
@@ -109,9 +109,14 @@ class Watch:
         channel.lost(error)
 
     def _heed(self, device: Any, event: str) -> None:
+        """Asynchronous events are counted. Those of a queue pair show in its completions too; a device that is gone takes all
+        with it."""
         device.count(f"async_{event.lower()}")
-        for channel in device.opened() if event in ENDS else ():
-            channel.lost(PeerLost(ENDS[event], peer=channel.peer, device="verbs", status=event))
+        concerns, what = EVENT_MEANINGS.get(event, ("", ""))
+        if concerns != "device":
+            return
+        for channel in device.opened():
+            channel.lost(PeerLost(what, peer=channel.peer, device="verbs", status=event))
 
     def stop(self) -> None:
         """End the thread; nobody polls the completion queue any more."""

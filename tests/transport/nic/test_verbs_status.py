@@ -11,12 +11,12 @@ from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationErr
 from rdmarpc.transport.nic import status as verbs_status
 from rdmarpc.transport.nic.attributes import DeviceAttr
 
-LIMITS = DeviceAttr(max_mr=500, max_mr_size=1 << 30)
+LIMITS = DeviceAttr("1.0", 500, 1 << 30, 10, 10, 10, 16, 16)
 
 
 def test_what_has_a_meaning_has_a_number() -> None:
     assert set(verbs_status.MEANINGS) < set(verbs_status.STATUSES)
-    assert set(verbs_status.ENDS) < set(verbs_status.EVENTS)
+    assert set(verbs_status.EVENT_MEANINGS) < set(verbs_status.EVENTS)
 
 
 @pytest.mark.parametrize(
