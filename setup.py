@@ -91,6 +91,7 @@ setup(
         "examples": ["gymnasium", "scikit-learn"],
         "trainers": TRAINERS,
         "cloudpickle": ["cloudpickle"],
+        "verbs": ["ibverbs"],
         "bench": ["grpcio"],
         "ray": ["ray"],
         "kubernetes": ["kubeflow-training", "pyyaml"],

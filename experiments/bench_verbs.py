@@ -30,15 +30,15 @@ Medians = dict[tuple[str, int, str], float]
 
 def port_facts() -> dict[str, Any]:
     """The port that the device chooses, and how it is reached. Ends the program where there is none."""
-    from rdmarpc.transport import RdmaError, libibverbs, ports, sysfs
+    from rdmarpc.transport import RdmaError, choice, ports, sysfs
 
     try:
-        libibverbs.library()
+        provider = choice.choose().name
     except RdmaError as error:
         raise SystemExit(f"error: {error}") from None
     for found in ports.rank(sysfs.survey())[0]:
         if (gid := ports.pick_gid(found)[0]) is not None:
-            return {"port": found.name, "gid_index": gid.index, "interface": gid.netdev, "provider": libibverbs.release()}
+            return {"port": found.name, "gid_index": gid.index, "interface": gid.netdev, "provider": provider}
     raise SystemExit("error: no RDMA port can be used here; `rdmarpc doctor` says why")
 
 

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
     from .memory import sole
-    from .nic import libibverbs, ports
+    from .nic import choice, ports
     from .tls import openssl
     from .verbs import gpudirect
 
@@ -98,7 +98,7 @@ _HOMES = {
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",
     "memory.sole": "sole",
-    "nic.libibverbs": "libibverbs",
+    "nic.choice": "choice",
     "nic.ports": "ports",
     "tls.openssl": "openssl",
     "verbs.gpudirect": "gpudirect",

@@ -7,6 +7,8 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,11 +34,11 @@ struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t leng
     return at == MAP_FAILED ? 0 : reg(pd, at + offset, length, iova, access);
 }
 
-struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned access) {
     void *driver = dlopen("libsoftcuda.so", RTLD_NOW | RTLD_NOLOAD);
     void *(*shadow)(unsigned long long) = driver ? dlsym(driver, "softcuda_shadow") : 0;
     void *behind = shadow ? shadow((uintptr_t)addr) : 0;
-    return reg(pd, behind ? behind : addr, length, (uintptr_t)addr, access);
+    return reg(pd, behind ? behind : addr, length, iova, access);
 }
 """
 """What ``play`` calls in place of libibverbs."""
@@ -58,14 +60,48 @@ def library(folder: Path) -> str:
     return str(compiled(folder, "softverbs", SOURCE))
 
 
+played = False
+"""Whether ``play`` was called in this process."""
+
+
 def play(library: str) -> None:
-    """Have the adapters of this process take dma-bufs and device pointers by that library."""
-    from rdmarpc.transport.nic import libibverbs
+    """Have the adapters of this process take dma-bufs and device pointers by that library, whichever package opens them."""
+    global played
+    played = True
+    from rdmarpc.transport.nic import libibverbs, native
+    from rdmarpc.transport.nic.ibverbs import Ibverbs
+    from rdmarpc.transport.nic.native import Context, MemoryRegion
+    from rdmarpc.transport.nic.pyverbs import Pyverbs
     from rdmarpc.transport.verbs import gpudirect
 
     real, ours = libibverbs.library(), ctypes.CDLL(library, use_errno=True)
-    for name in ("ibv_reg_mr", "ibv_reg_dmabuf_mr"):
-        function = getattr(ours, name)
-        function.argtypes, function.restype = getattr(real, name).argtypes, getattr(real, name).restype
-        setattr(real, name, function)
+    ours.ibv_reg_dmabuf_mr.argtypes = real.ibv_reg_dmabuf_mr.argtypes
+    ours.ibv_reg_dmabuf_mr.restype = real.ibv_reg_dmabuf_mr.restype
+    ours.ibv_dereg_mr = real.ibv_dereg_mr  # type: ignore[misc]
+    ours.ibv_reg_mr_iova2.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint]
+    ours.ibv_reg_mr_iova2.restype = ctypes.c_void_p
+    by_pointer = SimpleNamespace(
+        ibv_reg_dmabuf_mr=lambda pd, at, length, iova, fd, access: ours.ibv_reg_mr_iova2(pd, at, length, iova, access),
+        ibv_dereg_mr=real.ibv_dereg_mr,
+    )
+    register = Context.register
+
+    def register_there(self: Any, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> Any:
+        if not device_memory:
+            return register(self, address, nbytes, access)
+        flags = native._ACCESS[access]
+        made = self.call("ibv_reg_mr", lambda: libibverbs.DmaBufMR(by_pointer, self.pd_address, nbytes, flags, -1, address))
+        return self.add(MemoryRegion, made, address)
+
+    Context.register = register_there  # type: ignore[method-assign]
+
+    def new_dma_buf_region(self: Any, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        try:
+            return libibverbs.DmaBufMR(ours, pd_address, nbytes, access, fd, offset)
+        except OSError as error:
+            error.error_code = error.errno  # type: ignore[attr-defined]  # as pyverbs names it
+            raise
+
+    for package in (Ibverbs, Pyverbs):
+        package.new_dma_buf_region = new_dma_buf_region  # type: ignore[method-assign]
     gpudirect.pci_path = lambda device: PATH

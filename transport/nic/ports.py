@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ..errors import NotSupported, RdmaError
 from ..peers.address import where_to_listen
-from . import libibverbs, sysfs
+from . import sysfs
 from .attributes import DeviceAttr, Gid, PortAttr
 from .endpoint import Endpoint, as_address
-from .native import Context
+from .native import Context, Package
 from .sysfs import Found
 
 _GRADES = (
@@ -56,17 +56,17 @@ class Port:
     """Every decision, for people."""
 
 
-def choose(place: str = "") -> Port:
+def choose(package: Package, place: str = "") -> Port:
     """Open the best port: of the whole host, or of ``place``: a device (``mlx5_0``), a port (``mlx5_0:1``) or a network
     interface (``eth0``). Raises ``NotSupported`` with the reason for each port when there is none."""
     found = sysfs.survey()
     order, lines = rank(found, place)
-    known = libibverbs.devices()
+    known = package.devices()
     for port in order:
         try:
             if port.device not in known:
                 raise NotSupported("libibverbs has no driver for it", hint="apt install ibverbs-providers")
-            return _open(port, place, lines)
+            return _open(package, port, place, lines)
         except RdmaError as error:
             lines.append(f"{port.name} left out: {error}".replace("\n", " "))
     raise NotSupported(
@@ -76,10 +76,10 @@ def choose(place: str = "") -> Port:
     )
 
 
-def _open(found: Found, place: str, lines: list[str]) -> Port:
+def _open(package: Package, found: Found, place: str, lines: list[str]) -> Port:
     gid, why = pick_gid(found, interface_of(found, place))
     assert gid is not None
-    context = Context(found.device)
+    context = Context(package, found.device)
     try:
         device, port = context.device(), context.port(found.number)
         if port.state != "ACTIVE":

@@ -17,7 +17,6 @@ from ..notify import wait_done
 from ..sandboxed import naming
 from ..words import completions, kernels
 from ..words import layout as at
-from . import libibverbs
 from .attributes import DeviceAttr
 from .native import Context, QueuePair
 from .status import error_of
@@ -63,7 +62,7 @@ class Queues:
         """The address of the port block, which lives as long as this object."""
         self.post_send = operation(context, at.OPS_POST_SEND)
         """Address of ``ibv_post_send``."""
-        library = libibverbs.library()
+        library = ctypes.CDLL("libibverbs.so.1")
         words[completions.PORT_CQ] = self._cq.address
         words[completions.PORT_POLL_CQ] = operation(context, at.OPS_POLL_CQ)
         words[completions.PORT_REQ_NOTIFY] = operation(context, at.OPS_REQ_NOTIFY_CQ)

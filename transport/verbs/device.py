@@ -28,7 +28,7 @@ from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..listening import ListeningDevice, checked
 from ..memory.arena import PINNED_SEGMENT_BYTES, Segment
-from ..nic import endpoint, ports
+from ..nic import choice, endpoint, ports
 from ..nic.endpoint import Endpoint
 from ..nic.native import QueuePair
 from ..nic.queues import Queues
@@ -71,7 +71,7 @@ class VerbsDevice(ListeningDevice):
 
     def __init__(self, place: str, options: DeviceOptions) -> None:
         permit_rdma(options.tls)
-        self._at = ports.choose(place)
+        self._at = ports.choose(choice.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
         super().__init__("verbs", options)

@@ -8,8 +8,12 @@ order).
 
 from __future__ import annotations
 
+# struct ibv_device
+DEVICE_NAME = 24
+"""``char name[64]``."""
+
 # struct ibv_context; OPS_*: pointers to functions, byte offsets inside ibv_context
-CONTEXT_ASYNC_FD = 268
+CONTEXT_DEVICE, CONTEXT_CMD_FD, CONTEXT_ASYNC_FD = 0, 264, 268
 OPS_POLL_CQ = 96
 """``int poll_cq(ibv_cq *cq, int num_entries, ibv_wc *wc)``: how many were filled, or negative."""
 OPS_REQ_NOTIFY_CQ = 104
@@ -20,16 +24,22 @@ OPS_POST_SEND = 208
 """``int post_send(ibv_qp *qp, ibv_send_wr *wr, ibv_send_wr **bad)``: 0 or an errno; what lies before ``*bad`` was posted."""
 
 # struct ibv_qp
-QP_NUM = 52
+QP_CONTEXT, QP_PD, QP_SEND_CQ, QP_RECV_CQ, QP_SRQ, QP_NUM, QP_STATE, QP_TYPE = 0, 16, 24, 32, 40, 52, 56, 60
 
 # struct ibv_cq
-CQ_CHANNEL, CQ_CQE = 8, 28
+CQ_CONTEXT, CQ_CHANNEL, CQ_CQE = 0, 8, 28
+
+# struct ibv_srq
+SRQ_CONTEXT, SRQ_PD = 0, 16
+
+# struct ibv_pd
+PD_CONTEXT = 0
 
 # struct ibv_mr
 MR_LKEY, MR_RKEY = 36, 40
 
 # struct ibv_comp_channel
-CHANNEL_FD = 8
+CHANNEL_CONTEXT, CHANNEL_FD = 0, 8
 
 # struct ibv_send_wr
 SEND_WR_BYTES = 128
@@ -67,3 +77,22 @@ ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ = 1, 2, 4
 # struct ibv_async_event
 ASYNC_EVENT_BYTES = 16
 ASYNC_EVENT_TYPE = 8
+
+# enum ibv_qp_attr_mask: the bit that says that a field of struct ibv_qp_attr is set
+QP_ATTR_MASK = {
+    "qp_state": 1 << 0,
+    "qp_access_flags": 1 << 3,
+    "pkey_index": 1 << 4,
+    "port_num": 1 << 5,
+    "ah_attr": 1 << 7,
+    "path_mtu": 1 << 8,
+    "timeout": 1 << 9,
+    "retry_cnt": 1 << 10,
+    "rnr_retry": 1 << 11,
+    "rq_psn": 1 << 12,
+    "max_rd_atomic": 1 << 13,
+    "min_rnr_timer": 1 << 15,
+    "sq_psn": 1 << 16,
+    "max_dest_rd_atomic": 1 << 17,
+    "dest_qp_num": 1 << 20,
+}

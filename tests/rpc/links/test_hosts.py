@@ -86,7 +86,7 @@ def test_each_worker_by_its_own_device(two_hosts: list[int]) -> None:
     ]
     assert [fallbacks for _, fallbacks, _ in found] == [1, 1, 2]
     # It has no port that works, or no library that would find one.
-    whys = ["no usable RDMA port", "no libibverbs"]
+    whys = ["no usable RDMA port", "no Python package reaches libibverbs"]
     (why,) = [why for why in whys if f"over tcp, not verbs: {why}" in found[2][2][0]]
     assert len(found[2][2]) == 2 and f"over tcp, not verbs: {why}" in found[2][2][1]
     assert "2 hosts meet in one file" in found[0][2].pop(0)

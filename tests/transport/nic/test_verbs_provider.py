@@ -1,8 +1,10 @@
-"""Native objects on a real device: what they can do, and that nothing of them outlives its owner."""
+"""Both providers on a real device: what they make is what libibverbs has, and nothing of it outlives its owner."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib.util
 import mmap
 import os
 import resource
@@ -17,22 +19,30 @@ import numpy as np
 import pytest
 
 from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
-from rdmarpc.transport.nic import libibverbs, ports, sysfs
+from rdmarpc.transport.nic import choice, ports, sysfs
 from rdmarpc.transport.nic import status as verbs_status
 from rdmarpc.transport.nic.attributes import LOCAL, REMOTE_WRITE, Route
 from rdmarpc.transport.nic.endpoint import route
-from rdmarpc.transport.nic.native import Context
+from rdmarpc.transport.nic.native import Context, Package, half, word
 from rdmarpc.transport.words import layout as at
 
 pytestmark = pytest.mark.rdma
 NBYTES = 1 << 20
 
 
+PACKAGES = ["pyverbs"] + ["ibverbs"] * (importlib.util.find_spec("ibverbs") is not None)
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def provider(request: pytest.FixtureRequest) -> Package:
+    return choice._choose(request.param)
+
+
 class Loop:
     """Two queue pairs of one process, connected to each other, and what it takes to post and poll without a kernel of ours."""
 
-    def __init__(self) -> None:
-        self.port = ports.choose()
+    def __init__(self, provider: Package) -> None:
+        self.port = ports.choose(provider)
         self.context = context = self.port.context
         self.pages = mmap.mmap(-1, NBYTES)
         self.memory = np.frombuffer(self.pages, np.uint8)
@@ -56,7 +66,7 @@ class Loop:
             mine.connect(way)
 
     def operation(self, offset: int, *kinds: Any) -> Callable[..., int]:
-        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(ctypes.c_uint64.from_address(self.context.address + offset).value)
+        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(word(self.context.address + offset))
 
     def post(self, pair: int, opcode: int, local: int, remote: int, nbytes: int, *, imm: int = 0, rkey: int = 0) -> None:
         sge = ctypes.create_string_buffer(struct.pack("<QII", self.address + local, nbytes, self.region.lkey), at.SGE_BYTES)
@@ -93,8 +103,8 @@ class Loop:
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
+def loop(provider: Package) -> Iterator[Loop]:
+    made = Loop(provider)
     yield made
     made.context.close()
 
@@ -115,7 +125,11 @@ def in_child(action: Callable[[], None]) -> None:
 
 def test_a_notified_write_a_read_and_a_wrong_key(loop: Loop) -> None:
     one, two = loop.pairs
-    assert all(pair.depth >= 16 and pair.max_inline >= 0 for pair in loop.pairs)
+    for pair in loop.pairs:  # what was found is what the package says, and what libibverbs has
+        assert half(pair.address + at.QP_NUM) == pair.qp_num and half(pair.address + at.QP_STATE) == at.QPS_RTS
+        assert word(pair.address + at.QP_SEND_CQ) == word(pair.address + at.QP_RECV_CQ) == loop.cq.address
+        assert word(pair.address + at.QP_SRQ) == loop.srq.address and word(pair.address) == loop.context.address
+        assert pair.depth >= 16 and pair.max_inline >= 0
     assert loop.cq.depth >= 64
 
     loop.post_receive()
@@ -124,7 +138,7 @@ def test_a_notified_write_a_read_and_a_wrong_key(loop: Loop) -> None:
     loop.post(0, at.WR_RDMA_WRITE_WITH_IMM, 0, 65536, 4096, imm=0xABCD)
     assert select.select([loop.cq.channel_fd], [], [], 20)[0], "an armed queue did not make its channel readable"
     library, queue, cookie = ctypes.CDLL("libibverbs.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
-    channel = ctypes.c_void_p.from_address(loop.cq.address + at.CQ_CHANNEL)
+    channel = ctypes.c_void_p(word(loop.cq.address + at.CQ_CHANNEL))
     assert library.ibv_get_cq_event(channel, ctypes.byref(queue), ctypes.byref(cookie)) == 0
     assert queue.value == loop.cq.address
     library.ibv_ack_cq_events(queue, 1)
@@ -161,9 +175,13 @@ def test_a_forked_child_destroys_nothing(loop: Loop) -> None:
             pair.close()
         loop.region.close()
         loop.context.close()
-        assert loop.context.async_event() is None
+        natives = loop.context.natives()
+        assert natives and loop.context.async_event() is None
         with pytest.raises(RdmaError, match="another process"):
             loop.context.completion_queue(8)
+        loop.__dict__.clear()
+        del natives
+        gc.collect()
 
     loop.memory[100] = 9
     in_child(child)
@@ -178,9 +196,9 @@ def descriptors() -> int:
     return sum("infiniband" in link for link in links)
 
 
-def test_what_is_closed_is_gone() -> None:
+def test_what_is_closed_is_gone(provider: Package) -> None:
     before = descriptors()
-    loop = Loop()
+    loop = Loop(provider)
     assert descriptors() > before
     loop.pairs[0].close()
     loop.pairs[0].close()
@@ -225,13 +243,13 @@ def route_to_itself(loop: Loop) -> Route:
     return route(end, end, port=1, sgid_index=loop.port.gid.index, dest_qp_num=loop.pairs[1].qp_num, **numbers)
 
 
-def test_a_tiny_memlock_limit_is_named() -> None:
+def test_a_tiny_memlock_limit_is_named(provider: Package) -> None:
     """By a process without privileges, which opens the device and then may lock 64 KiB."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become somebody else")
 
     def child() -> None:
-        context = Context(ports.rank(sysfs.survey())[0][0].device)
+        context = Context(provider, ports.rank(sysfs.survey())[0][0].device)
         os.setresuid(65534, 65534, 65534)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         pages = np.zeros(NBYTES, np.uint8)
@@ -244,11 +262,11 @@ def test_a_tiny_memlock_limit_is_named() -> None:
     in_child(child)
 
 
-def test_the_port_that_is_chosen() -> None:
+def test_the_port_that_is_chosen(provider: Package) -> None:
     found = ports.rank(sysfs.survey())[0][0]
     interface = next(iter(found.interfaces))
     for place in ("", found.device, found.name, interface):
-        port = ports.choose(place)
+        port = ports.choose(provider, place)
         try:
             assert port.name == found.name and port.port.state == "ACTIVE"
             assert port.gid == ports.pick_gid(found)[0]
@@ -260,19 +278,18 @@ def test_the_port_that_is_chosen() -> None:
         finally:
             port.context.close()
     with pytest.raises(NotSupported, match="no RDMA device, port or interface"):
-        ports.choose("no_such_place")
+        ports.choose(provider, "no_such_place")
 
 
-def test_a_device_that_does_not_open_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(name: str) -> int:
-        raise verbs_status.failure(name, "ibv_open_device", 13)
-
-    monkeypatch.setattr(libibverbs, "opened", refused)
+def test_a_device_that_does_not_open_is_left_out_with_its_reason(provider: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        provider, "new_context", lambda name: (_ for _ in ()).throw(verbs_status.failure(name, "ibv_open_device", 13))
+    )
     with pytest.raises(NotSupported) as raised:
-        ports.choose()
+        ports.choose(provider)
     assert "ibv_open_device failed: Permission denied" in raised.value.message and "--device=/dev/infiniband" in str(
         raised.value
     )
-    monkeypatch.setattr(libibverbs, "devices", list)
+    monkeypatch.setattr(provider, "devices", list)
     with pytest.raises(NotSupported, match="libibverbs has no driver for it"):
-        ports.choose()
+        ports.choose(provider)

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import resource
+from types import ModuleType
 
 import pytest
 
 from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
+from rdmarpc.transport.nic import pyverbs
 from rdmarpc.transport.nic import status as verbs_status
 from rdmarpc.transport.nic.attributes import DeviceAttr
+from rdmarpc.transport.words import layout
 
 LIMITS = DeviceAttr("1.0", 500, 1 << 30, 10, 10, 10, 16, 16)
 
 
-def test_what_has_a_meaning_has_a_number() -> None:
+@pytest.fixture(scope="module")
+def enums() -> ModuleType:
+    """The numbers as rdma-core publishes them to Python."""
+    try:
+        pyverbs.Pyverbs()
+    except NotSupported as error:
+        pytest.skip(str(error))
+    try:
+        return importlib.import_module("pyverbs.libibverbs_enums")
+    except ImportError:
+        return importlib.import_module("pyverbs.enums")
+
+
+def test_every_number_has_its_name(enums: ModuleType) -> None:
+    for number, name in enumerate(verbs_status.STATUSES):
+        assert getattr(enums, f"IBV_WC_{name}") == number
+    for number, name in enumerate(verbs_status.EVENTS):
+        assert getattr(enums, f"IBV_EVENT_{name}") == number
     assert set(verbs_status.MEANINGS) < set(verbs_status.STATUSES)
     assert set(verbs_status.EVENT_MEANINGS) < set(verbs_status.EVENTS)
+    named = [name for name in vars(layout) if name.startswith(("WC_", "WR_", "SEND_", "QPS_", "QPT_", "ACCESS_"))]
+    compared = [name for name in named if hasattr(enums, f"IBV_{name}")]
+    assert len(compared) >= 19
+    assert {name: getattr(enums, f"IBV_{name}") for name in compared} == {name: getattr(layout, name) for name in compared}
 
 
 @pytest.mark.parametrize(

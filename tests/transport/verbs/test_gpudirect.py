@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
-import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
 from rdmarpc.transport import RdmaError
 from rdmarpc.transport.gpu import driver
 from rdmarpc.transport.nic import libibverbs
-from rdmarpc.transport.nic.native import Context, Resource
 from rdmarpc.transport.verbs import gpudirect
 from rdmarpc.transport.verbs.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Adapter, Gpu, Refused
 
@@ -192,33 +190,42 @@ def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 RECORDER = r"""
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
 struct ibv_mr { void *context, *pd, *addr; uint64_t length; uint32_t handle, lkey, rkey; } mr = {0, 0, 0, 0, 0, 0xabc, 0xdef};
-uint64_t said[6];
-int closed;
+uint64_t said[8];
+int refusal, closed;
 struct ibv_mr *ibv_reg_dmabuf_mr(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
-    uint64_t now[6] = {(uintptr_t)pd, offset, length, iova, fd, access};
+    uint64_t now[8] = {(uintptr_t)pd, offset, length, iova, fd, access};
     memcpy(said, now, sizeof said);
-    return &mr;
+    errno = refusal;
+    return refusal ? 0 : &mr;
 }
-int ibv_dereg_mr(struct ibv_mr *which) { closed += which == &mr; return 0; }
+int ibv_dereg_mr(struct ibv_mr *which) { closed += which == &mr; return refusal; }
 """
 
 
 def test_the_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = ctypes.CDLL(str(compiled(tmp_path, "recorder", RECORDER)), use_errno=True)
-    library.ibv_reg_dmabuf_mr.argtypes = libibverbs._MAKERS["ibv_reg_dmabuf_mr"]
-    library.ibv_reg_dmabuf_mr.restype, library.ibv_dereg_mr.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    monkeypatch.setattr(libibverbs, "library", lambda: library)
-    context, big = Context.__new__(Context), 1 << 40
-    context.name, context.open, context.pid, context.children = "mlx5_0", True, os.getpid(), []
-    context.lock = threading.RLock()
-    context.pd = Resource(context, 0xFF00_0000_1000, "ibv_dealloc_pd")
-    region = context.register_dma_buf(31, 3 * big, 5 * big)
-    said = list((ctypes.c_uint64 * 6).in_dll(library, "said"))
-    assert said == [0xFF00_0000_1000, 3 * big, 5 * big, 3 * big, 31, 7], "pd, offset, length, iova, fd, access"
-    assert (region.address, region.lkey, region.rkey) == (3 * big, 0xABC, 0xDEF)
-    region.close()
-    region.close()
-    assert ctypes.c_int.in_dll(library, "closed").value == 1
+    fake = ctypes.CDLL(str(compiled(tmp_path, "recorder", RECORDER)), use_errno=True)
+    real_cdll = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: fake if name == "libibverbs.so.1" else real_cdll(name))
+    for name in ("ibv_get_async_event", "ibv_ack_async_event"):
+        monkeypatch.setattr(fake, name, ctypes.CFUNCTYPE(None)(lambda: None), raising=False)
+    lib = libibverbs.library()
+    big = 1 << 40
+    mr = libibverbs.DmaBufMR(lib, 0xFF00_0000_1000, 5 * big, 7, 31, 3 * big)
+    said = list((ctypes.c_uint64 * 8).in_dll(fake, "said"))
+    assert said[:6] == [0xFF00_0000_1000, 3 * big, 5 * big, 3 * big, 31, 7], "pd, offset, length, iova, fd, access"
+    assert (mr.lkey, mr.rkey) == (0xABC, 0xDEF)
+    mr.close()
+    assert ctypes.c_int.in_dll(fake, "closed").value == 1
+    ctypes.c_int.in_dll(fake, "refusal").value = errno.EOPNOTSUPP
+    with pytest.raises(OSError) as raised:
+        libibverbs.DmaBufMR(lib, 1, 4096, 7, -1, 0)
+    assert raised.value.errno == errno.EOPNOTSUPP
+    with pytest.raises(OSError):
+        mr.close()
+    with pytest.raises(OSError) as raised:
+        libibverbs.DmaBufMR(ctypes.CDLL(None), 1, 4096, 7, -1, 0)
+    assert raised.value.errno == errno.ENOSYS, "a libibverbs from before rdma-core 34"

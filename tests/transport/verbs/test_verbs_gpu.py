@@ -5,6 +5,7 @@ What an adapter's driver would do with GPU memory is played by ``softverbs``."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -32,7 +33,9 @@ from rdmarpc.transport import (
 )
 from rdmarpc.transport.gpu import driver as cuda_driver
 from rdmarpc.transport.memory.memory import Memory
+from rdmarpc.transport.nic import choice
 from rdmarpc.transport.nic.attributes import REMOTE_WRITE
+from rdmarpc.transport.nic.libibverbs import DmaBufMR
 from rdmarpc.transport.nic.native import Context, MemoryRegion
 from rdmarpc.transport.notify import Expectation, Poller
 from rdmarpc.transport.verbs import gpu as verbs_gpu
@@ -543,15 +546,18 @@ def test_within_auto(helped: softgpu.Process, record_property: Callable[[str, ob
 
 @pytest.mark.rdma
 def test_soft_roce_takes_no_dma_buf() -> None:
-    """What an adapter without says to a bad descriptor, and to a good one."""
+    """Through each package: what an adapter without says to a bad descriptor, and to a good one."""
     assert gpudirect.ask("rxe0") == "EOPNOTSUPP"
-    context = Context("rxe0")
+    context = Context(choice.choose(), "rxe0")
     fd = os.memfd_create("no dma-buf")
     os.truncate(fd, 1 << 16)
     try:
         with pytest.raises(NotSupported) as raised:
             context.register_dma_buf(fd, 0, 1 << 16)
         assert raised.value.status == "EOPNOTSUPP" and "ibv_reg_dmabuf_mr failed" in raised.value.message
+        with pytest.raises(OSError) as native:
+            DmaBufMR(context.lib, context.pd_address, 1 << 16, 7, fd, 0)
+        assert native.value.errno == errno.EOPNOTSUPP
     finally:
         os.close(fd)
         context.close()
