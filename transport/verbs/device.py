@@ -115,7 +115,7 @@ class VerbsDevice(ListeningDevice):
                 f"  control        {self._tls.explain() if self._tls is not None else 'not encrypted (option tls)'}",
                 "  payload        not encrypted: it goes past the processor",
                 f"  messages       of up to {self.max_msg_sz} bytes; {queues.sends} a queue pair, {queues.receives} receives",
-                f"  adapter        firmware {limits.fw_ver.decode() or 'unknown'}; at most {limits.max_mr} memory regions",
+                f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
                 *self.local.explain(),
                 f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
