@@ -137,13 +137,9 @@ class AutoDevice(Device):
             raise NotSupported(why, device="auto", hint="torch has no GPU here, or shm was refused")
         return found
 
-    def arrived(self) -> None:
-        """See ``Registrations`` of ``verbs``."""
-        verbs: Any = self.devices["verbs"]
-        verbs.local.arrived()
-
     def poller(self) -> Poller:
-        return Poller(self.memory, self.port, self.arrived if "verbs" in self.devices else None)
+        verbs: Any = self.devices.get("verbs")
+        return Poller(self.memory, self.port, verbs.local.arrived if verbs is not None else None)
 
     # -- choosing
 

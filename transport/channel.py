@@ -41,7 +41,7 @@ from .errors import NotSupported, RdmaError, fresh
 from .memory.arena import Block, Pool
 from .notify import Count, Expectation
 from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
-from .words.signals import MAX_NOTIFY
+from .words.signals import MAX_NOTIFY, RECORD_BYTES
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
@@ -154,6 +154,8 @@ class Channel(abc.ABC):
     """The bytes that the peer gave to ``connect``, or that its ``on_connect`` returned."""
     peer_key: bytes
     """The public key whose private half the other end has proved to hold (``peers/identity``)."""
+    records: int
+    """Address of the records of ``MAX_NOTIFY`` notifications, which the peer counts in."""
     port = 0
     """Address of the port block to poll for news of this channel (``words/completions``); 0 if nothing has to be polled."""
 
@@ -240,9 +242,10 @@ class Channel(abc.ABC):
         stores. Raises ``RemoteAccessError`` as ``prepare`` does."""
         return None
 
-    @abc.abstractmethod
     def record(self, imm: int) -> int:
         """Address of the notification record ``imm`` (``words/signals``)."""
+        check_notify(imm)
+        return self.records + imm * RECORD_BYTES
 
     @abc.abstractmethod
     def abort(self, timeout: float = 5.0) -> None:

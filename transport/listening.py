@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .channel import Channel
-from .device import Device
+from .device import Device, DeviceOptions
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory.arena import Pool
-from .peers.guard import broken_by
+from .peers.guard import Guard, broken_by
 from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
-from .peers.heartbeat import Heart
+from .peers.heartbeat import BROKEN, SILENT, Heart
 from .peers.service import Service
 from .timeouts import of_socket
 from .tls.stream import authenticated
@@ -42,13 +42,19 @@ class ListeningDevice(Device):
     linger_s = 0.0
     """How long (s) the end waits for the peers to hang up, too."""
 
-    # -- by a device, on the thread of the service (``Service``)
+    def __init__(self, name: str, options: DeviceOptions, *, shared: bool = False) -> None:
+        super().__init__(name, options, shared=shared)
+        self.guard = Guard(f"rdmarpc-{name}")
+
+    # -- on the thread of the service (``Service``)
 
     def _hear(self, channel: Any) -> None:
         raise NotImplementedError
 
     def _look(self, channel: Any, seconds: float) -> None:
-        raise NotImplementedError
+        """Give the peer up if it has not been seen running for too long. Should it ever run again, it finds our goodbye."""
+        if channel.error is None and self._looks.too_long(channel.look(seconds)):
+            self.lost(channel, PeerLost(self._looks.text(), peer=channel.peer, device=self.name, status="SILENT"), SILENT)
 
     def _flush(self, channel: Any) -> None:
         """There is room to send, which this channel has waited for."""
@@ -78,9 +84,16 @@ class ListeningDevice(Device):
         """Serve a channel from now on. ``PeerLost`` if the device was closed meanwhile."""
         raise NotImplementedError
 
-    def lost(self, channel: Any, error: RdmaError) -> None:
-        """End a channel because serving it failed, or making it. The peer is told, and the listener here. Any thread."""
+    def lost(self, channel: Any, error: RdmaError, why: int = BROKEN) -> None:
+        """End a channel because serving it failed, or making it. The peer is told (``why``), and the listener here. Any
+        thread."""
         raise NotImplementedError
+
+    def break_off(self, channel: Any, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""
+        if not isinstance(error, RdmaError):
+            self.guard.note(error, doing)
+        self.lost(channel, broken_by(error, doing, peer=channel.peer, device=self.name))
 
     # -- the one that connects
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import RdmaError, TransferTimeout, fresh
+from .errors import RdmaError, TransferTimeout
 from .interrupts import interruptible
 from .memory.memory import Memory
 from .timeouts import seconds
@@ -73,40 +73,40 @@ class Expectation:
         if self._arrived is not None:
             self._arrived()
 
-    @interruptible()
     def _wait_on(self, target: int, timeout: float | None, begin: float) -> None:
         """Go on with a wait that has begun then (``time.monotonic``), without consuming anything."""
-        deadline = None if timeout is None else begin + seconds(timeout)
-        limit = kernels.SLICE_NS
-        while True:
-            if kernels.load(self._record) >= target:
-                return
-            if self._channel.error is not None:
-                raise fresh(self._channel.error)
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    missing = target - kernels.load(self._record)
-                    why = f"{missing} notification(s) {self.imm} did not come within {timeout} s"
-                    hint = "the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does"
-                    raise TransferTimeout(why, peer=self._channel.peer, device=self._channel.device.name, hint=hint)
-                limit = min(kernels.SLICE_NS, int(left * 1e9))
-            kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port)
+        channel = self._channel
+
+        def late() -> str:
+            return f"{target - kernels.load(self._record)} notification(s) {self.imm} did not come"
+
+        names = {"peer": channel.peer, "device": channel.device.name}
+        wait_done(self._record, target, timeout, channel.port, begin=begin, look=channel.check, late=late, **names)
 
 
 @interruptible()
 def wait_done(
-    word: int, target: int, timeout: float | None, port: int, *, peer: str, device: str, begin: float | None = None
+    word: int,
+    target: int,
+    timeout: float | None,
+    port: int,
+    *,
+    peer: str,
+    device: str,
+    begin: float | None = None,
+    look: Callable[[], None] = lambda: None,
+    late: Callable[[], str] = lambda: "the copy was not done",
 ) -> None:
-    """Block until a count of finished copies has reached ``target``: of ``word``, a record's address. ``begin``: when the wait
-    began (``time.monotonic``), if that was not now. ``TransferTimeout``."""
+    """Block until a count has reached ``target``: of ``word``, a record's address. ``begin``: when the wait began
+    (``time.monotonic``), if that was not now. ``look()``, from time to time, may raise why the wait is in vain. Raises
+    ``TransferTimeout`` with the text of ``late()``."""
     deadline = None if timeout is None else (time.monotonic() if begin is None else begin) + seconds(timeout)
     while kernels.load(word) < target:
+        look()
         left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
         if left <= 0:
-            why = f"the copy was not done within {timeout} s"
-            hint = "a timeout ends the wait, not the copy: channel.abort() does"
-            raise TransferTimeout(why, peer=peer, device=device, hint=hint)
+            hint = "the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does"
+            raise TransferTimeout(f"{late()} within {timeout} s", peer=peer, device=device, hint=hint)
         kernels.wait_count(word, target, kernels.SPIN, min(left, kernels.SLICE_NS), port)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 from threading import Event, Lock
 from typing import Any
@@ -32,10 +33,8 @@ class Awaitable(torch.futures.Future[Any]):
             arrived: asyncio.Future[None] = loop.create_future()
 
             def tell(done: Any) -> None:
-                try:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(_arrive, arrived)
-                except RuntimeError:
-                    pass  # the loop is closed: nobody waits any more
 
             # The callback runs no code of users, so who completes this future need not care.
             torch._C.Future.add_done_callback(self, tell)

@@ -387,7 +387,7 @@ class Agent:
         links = links if kind else []
         for link in links:
             with suppress(RuntimeError):  # lost, or no thread can be had any more to find its ring
-                link.post(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
+                link.post(GOODBYE, 0, CONTROL, 0, (kind.encode(), text.encode(), b"", b""))
         limit = time.monotonic() + _GOODBYE_S
         while (not self.connections.parted or any(link.looked_up for link in links)) and time.monotonic() < limit:
             time.sleep(_PAUSE_S)

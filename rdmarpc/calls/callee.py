@@ -422,7 +422,7 @@ class Callee:
                 data = string_at(result.data_ptr(), known.nbytes)
                 if context is not None:
                     message = context.send(link.worker, (result,))
-                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, name, b"", known.text, data):
+                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, (name, b"", known.text, data)):
                     return
                 out = Outgoing(known.text, data, 1, [])
             elif result is None and context is None:

@@ -257,7 +257,7 @@ class Caller:
                 self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
             self.pending[call] = pending
             if data is not None:
-                if link.try_send(kind, call, flags, 1, name, payload, table, data):
+                if link.try_send(kind, call, flags, 1, (name, payload, table, data)):
                     return pending
                 out = Outgoing(table, data, 1, [])
             if link.waiting > QUEUE_BYTES and not flags & CONTROL:

@@ -27,6 +27,16 @@ request_head, response_head = _REQUEST_HEAD.pack, _RESPONSE_HEAD.pack
 NO_CONTEXT = (1 << 64) - 1
 
 
+Parts = tuple[bytes, bytes, bytes, bytes]
+"""What goes out in a frame: function, payload, table, data."""
+NO_PARTS: Parts = (b"", b"", b"", b"")
+
+
+def alone(payload: bytes) -> Parts:
+    """A payload without anything else."""
+    return b"", payload, b"", b""
+
+
 class NotTheirs(RdmaError):
     """A message is about something that its sender has no right to. Only malice or a bug can be the reason, so the link by
     which it came ends."""

@@ -8,7 +8,7 @@ from typing import Any
 from ..message.tensors import Memory, Outgoing
 from ..transport import PeerLost
 from . import reads
-from .frames import BULK
+from .frames import BULK, alone
 from .ring import MAX_BODY, Link
 
 
@@ -38,21 +38,20 @@ class Post:
         alive, and says until when memory may be waited for."""
         if self.observer is not None:
             self.observer.packed(kind, flags, out, len(payload))
-        table, data, tensors = out.table, out.data, out.tensors
-        if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
+        parts, tensors = (function, payload, out.table, out.data), out.tensors
+        if sum(map(len, parts)) > MAX_BODY:
             deadline = None if keeper is None else keeper.deadline
-            payload, bulk = reads.leave((function, payload, table, data), tensors, self.memory, link, deadline)
-            function, table, data, tensors = b"", b"", b"", 0
-            flags |= BULK
+            place, bulk = reads.leave(parts, tensors, self.memory, link, deadline)
+            parts, tensors, flags = alone(place), 0, flags | BULK
             if keeper is not None:
                 keeper.hold(bulk)
-        if not link.try_send(kind, call, flags, tensors, function, payload, table, data):
-            link.post(kind, call, flags, tensors, function, payload, table, data, dropped)
+        if not link.try_send(kind, call, flags, tensors, parts):
+            link.post(kind, call, flags, tensors, parts, dropped)
 
 
 def tell(link: Link, kind: int, call: int, payload: bytes = b"") -> None:
     """A frame that means nothing to a peer that is lost."""
     try:
-        link.post(kind, call, 0, payload=payload)
+        link.post(kind, call, 0, parts=alone(payload))
     except PeerLost:
         pass

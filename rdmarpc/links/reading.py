@@ -74,14 +74,14 @@ class Reading:
             link.give_credit()
 
     def _refuse(self, link: Link, kind: int, error: Exception) -> None:
-        if isinstance(error, NotTheirs):
-            self._losses.refuse(link, error)
-        elif isinstance(error, struct.error):
-            text = f"what came is no message (frame of kind {kind}: {error})"
-            self._losses.refuse(link, RdmaError(text, peer=link.name))
+        if isinstance(error, struct.error):
+            why = RdmaError(f"what came is no message (frame of kind {kind}: {error})", peer=link.name)
+        elif isinstance(error, NotTheirs):
+            why = error
         else:
             self._guard.note(error, "handling a message")
-            self._losses.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self._device))
+            why = broken_by(error, "handling its message", peer=link.name, device=self._device)
+        self._losses.refuse(link, why)
 
     def close(self) -> None:
         """Drop all frames that are read from now on."""

@@ -22,7 +22,7 @@ import torch
 
 from ..message.tensors import WORD_BYTES, Memory, check_wanted, to_read
 from ..transport import RdmaError, RemoteRegion, TransferTimeout, Work, bare, fresh
-from .frames import BULK, READS, Frame
+from .frames import BULK, READS, Frame, Parts
 from .ring import Link
 
 AWAY = BULK | READS
@@ -52,10 +52,8 @@ class Kept:
         self._lend(-self.nbytes)
 
 
-def leave(
-    parts: tuple[bytes, bytes, bytes, bytes], tensors: int, memory: Memory, link: Link, deadline: float | None
-) -> tuple[bytes, torch.Tensor]:
-    """The payload to send instead of function, payload, table and data, and the memory to keep until they have been read."""
+def leave(parts: Parts, tensors: int, memory: Memory, link: Link, deadline: float | None) -> tuple[bytes, torch.Tensor]:
+    """The payload to send instead of these parts, and the memory to keep until they have been read."""
     body = b"".join(parts)
     bulk = memory.empty(link.channel, len(body), deadline)
     memoryview(bulk.numpy())[:] = body

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from ..message.tensors import Places
 from ..transport import RINGS, Channel, Device, PeerLost, Pool, RdmaError, RemoteRegion, Window, broken_by, fresh
-from .frames import CONTROL, CREDIT, ERROR, GRADIENTS, REQUEST, WRAP, Frame
+from .frames import CONTROL, CREDIT, ERROR, GRADIENTS, NO_PARTS, REQUEST, WRAP, Frame, Parts
 from .grants import Grants
 
 RING = 0
@@ -61,7 +61,7 @@ _AT_ONCE = 2  # READs of held requests: one is under way while the request of th
 class Queued(NamedTuple):
     """A frame that found no room. ``dropped()`` is called if it is never sent, because the peer is lost."""
 
-    frame: tuple[int, int, int, int, bytes, bytes, bytes, bytes]
+    frame: tuple[int, int, int, int, Parts]
     nbytes: int
     dropped: Callable[[], None] | None
 
@@ -230,19 +230,10 @@ class Link:
         self.explained.wait(_EXPLAINED_S)
         return self.lost or error
 
-    def try_send(
-        self,
-        kind: int,
-        call: int,
-        flags: int = 0,
-        tensors: int = 0,
-        function: bytes = b"",
-        payload: bytes = b"",
-        table: bytes = b"",
-        data: bytes = b"",
-    ) -> bool:
+    def try_send(self, kind: int, call: int, flags: int = 0, tensors: int = 0, parts: Parts = NO_PARTS) -> bool:
         """Send one frame if it can go at once; ``False`` if it has to be queued (``post``). The body is at most ``MAX_BODY``.
         ``PeerLost`` when the connection has ended."""
+        function, payload, table, data = parts
         of_function, of_payload, of_table, of_data = len(function), len(payload), len(table), len(data)
         used = _HEADER_BYTES + of_function + of_payload + of_table + of_data
         length = used + _ALIGN - 1 & -_ALIGN
@@ -289,21 +280,18 @@ class Link:
         call: int,
         flags: int,
         tensors: int = 0,
-        function: bytes = b"",
-        payload: bytes = b"",
-        table: bytes = b"",
-        data: bytes = b"",
+        parts: Parts = NO_PARTS,
         dropped: Callable[[], None] | None = None,
     ) -> None:
         """Send one frame, now or when the peer has consumed what is before it. Never waits. ``PeerLost`` when the connection
         has ended; ``dropped()`` is called if it ends before the frame was written."""
-        frame = kind, call, flags, tensors, function, payload, table, data
+        frame = kind, call, flags, tensors, parts
         with self._lock:
             if self.try_send(*frame):
                 return
             if (error := self.channel.error) is not None:
                 raise self._lost(error)
-            nbytes = _ENTRY_BYTES + len(function) + len(payload) + len(table) + len(data)
+            nbytes = _ENTRY_BYTES + sum(map(len, parts))
             self._queue.append(Queued(frame, nbytes, dropped))
             self._count(kind, nbytes)
             self.queued += 1

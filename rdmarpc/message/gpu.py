@@ -185,17 +185,12 @@ class Gpus:
         logging.getLogger("rdmarpc").warning("GPU tensors go to %s through host memory: %s", name, why)
 
     def _directly(self, tensor: torch.Tensor, target: int, place: tuple[int, int, bytes], parcel: Parcel) -> Any:
-        value, flips = layout.physical(tensor)
-        known = layout.outline(tensor)
-        what = layout.decode(known.text)._replace(requires_grad=False)
-        if flips:
-            what = what._replace(flips=flips, plain=False)
-        if known.strides is not None and known.nbytes:
-            value = value.as_strided((known.nbytes // value.itemsize,), (1,))
-        elif not value.is_contiguous():
+        value, text, nbytes = layout.flattened(tensor)
+        if not value.is_contiguous():
             value = value.contiguous()
-            self._device.count_staged(known.nbytes)
+            self._device.count_staged(nbytes)
             place = self._where(value)
+        what = layout.decode(text)._replace(requires_grad=False)
         parcel.tensors.append((value, layout.encode(what), target, place))
         return landed_on_gpu, (len(parcel.tensors) - 1, tensor.requires_grad)
 
@@ -225,12 +220,9 @@ class Gpus:
             for run, text, (base, number, handle) in runs:
                 offset = run.data_ptr() - base if base else 0
                 parts.append(_TENSOR.pack(number, base, offset, handle, len(text)) + text)
-        order = [run for runs in by_source.values() for run, _, _ in runs]
-        if len(by_source) > 1:  # then they do not arrive in the order of their numbers
-            places = {id(run): at for at, run in enumerate(order)}
-            numbers = [places[id(run)] for run, _, _, _ in parcel.tensors]
-        else:
-            numbers = list(range(len(order)))
+        # Those of several sources do not arrive in the order of their numbers.
+        order = {id(run): at for at, (run, _, _) in enumerate(each for runs in by_source.values() for each in runs)}
+        numbers = [order[id(run)] for run, _, _, _ in parcel.tensors]
         return b"".join(parts) + struct.pack(f"<{len(numbers)}I", *numbers) + struct.pack("<II", len(by_source), len(numbers))
 
     def undo(self, worker: int, blob: bytes) -> None:

@@ -169,6 +169,16 @@ def physical(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return value, flips
 
 
+def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes, int]:
+    """The run of a tensor that goes alone (not contiguous: still to be gathered), its encoded description, and its bytes."""
+    value, flips = physical(tensor)
+    known = outline(tensor)
+    text = encode(decode(known.text)._replace(flips=flips, plain=False)) if flips else known.text
+    if known.strides is not None and known.nbytes:
+        value = value.as_strided((known.nbytes // value.itemsize,), (1,))
+    return value, text, known.nbytes
+
+
 def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
     """The tensor over a landed run: contiguous, at the start of its storage, of any dtype. Maybe ``run`` itself, which the
     caller gives away."""

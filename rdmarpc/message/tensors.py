@@ -158,21 +158,14 @@ def _entry(way: int, text: bytes) -> bytes:
 
 def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
     """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
-    value, flips = layout.physical(tensor)
     if place is not None and place.run is not None:
-        strides = tensor.stride()
+        flips, strides = layout.physical(tensor)[1], tensor.stride()
         kept = None if strides == layout.dense(tensor.shape) else strides
         offset, nbytes = place.offset // tensor.itemsize, place.run.nbytes
         what = Description(tensor.dtype, tuple(tensor.shape), kept, offset, tensor.requires_grad, flips, nbytes, False)
         return place.run, layout.encode(what), nbytes
-    known = layout.outline(tensor)
     layout.check_held(tensor, layout.span(tensor.shape, tensor.stride()) * tensor.itemsize)
-    text = known.text
-    if flips:
-        text = layout.encode(layout.decode(text)._replace(flips=flips, plain=False))
-    if known.strides is not None and known.nbytes:
-        value = value.as_strided((known.nbytes // value.itemsize,), (1,))
-    return value, text, known.nbytes
+    return layout.flattened(tensor)
 
 
 def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
@@ -258,6 +251,22 @@ def _lendable(run: torch.Tensor, device: Device, channel: Channel, memory: Memor
     return staged
 
 
+_AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
+"""Bytes that follow the description of an entry."""
+_TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
+
+
+def _entries(table: bytes, count: int) -> tuple[list[tuple[int, bytes, int]], int]:
+    """Way and description of each tensor in a table, and where what follows these begins; and where the entries end."""
+    found, at = [], 0
+    for _ in range(count):
+        way, length = _ENTRY.unpack_from(table, at)
+        at += _ENTRY.size + length
+        found.append((way, table[at - length : at], at))
+        at += _AFTER.get(way, 0)
+    return found, at
+
+
 def unpack(
     table: bytes,
     data: bytearray,
@@ -276,16 +285,14 @@ def unpack(
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
     reads: list[tuple[torch.Tensor, RemoteRegion]] = []
-    at = offset = was_read = 0
+    offset = was_read = 0
     whole = memoryview(data)
-    for _ in range(count):
-        way, length = _ENTRY.unpack_from(table, at)
-        at += _ENTRY.size + length
+    entries, end = _entries(table, count)
+    for way, text, at in entries:
         if way >= VIEW:
-            _share(tensors, runs, _INDEX.unpack_from(table, at)[0], table[at - length : at] if way == VIEW else None, channel)
-            at += _INDEX.size
+            _share(tensors, runs, _INDEX.unpack_from(table, at)[0], text if way == VIEW else None, channel)
             continue
-        what = layout.decode(table[at - length : at])
+        what = layout.decode(text)
         if way == INLINE:
             # Memory of its own: received tensors are kept one by one. All of ``data`` is one tensor's already.
             piece = data if what.nbytes == len(data) else bytearray(whole[offset : offset + what.nbytes])
@@ -295,7 +302,6 @@ def unpack(
             run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
         elif way == HANDED:
             run = channel.adopt(*known[table[at : at + _HANDED_BYTES]])
-            at += _HANDED_BYTES
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
@@ -307,15 +313,13 @@ def unpack(
                     raise RdmaError("a tensor is to be READ, of which the head of its message says nothing", peer=channel.peer)
                 run = ahead[was_read]
                 was_read += 1
-                at += RemoteRegion.WIRE_SIZE
             else:
                 run = memory.empty(channel, what.nbytes, deadline)
                 reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
-                at += RemoteRegion.WIRE_SIZE
         runs.append(run)
         tensors.append(layout.rebuilt(run, what))
     if reads:
-        _read(reads, _word(table, at), memory, channel, deadline)
+        _read(reads, _word(table, end), memory, channel, deadline)
     return tensors, tuple(sizes), bool(reads or was_read)
 
 
@@ -351,21 +355,11 @@ def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, tex
     tensors.append(layout.rebuilt(run.detach(), what))
 
 
-_AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
-_TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
-
-
 def to_read(table: bytes, count: int) -> tuple[list[tuple[int, RemoteRegion]], RemoteRegion | None]:
     """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is ``recallable``."""
-    found, at = [], 0
-    for _ in range(count):
-        way, length = _ENTRY.unpack_from(table, at)
-        at += _ENTRY.size + length
-        if way == READ:
-            place = RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])
-            found.append((layout.decode(table[at - length : at]).nbytes, place))
-        at += _AFTER.get(way, 0)
-    return found, _word(table, at)
+    entries, end = _entries(table, count)
+    found = [(text, table[at : at + RemoteRegion.WIRE_SIZE]) for way, text, at in entries if way == READ]
+    return [(layout.decode(text).nbytes, RemoteRegion.load(place)) for text, place in found], _word(table, end)
 
 
 def _word(table: bytes, at: int) -> RemoteRegion | None:
@@ -382,11 +376,7 @@ def traffic(out: Outgoing) -> dict[str, int]:
     """Payload bytes of a message by the way they take: ``inline``, ``direct`` (written to a granted place), ``read``,
     ``handed``."""
     totals = {"inline": len(out.data), "direct": 0, "read": 0, "handed": 0}
-    at = 0
-    for _ in range(out.tensors):
-        way, length = _ENTRY.unpack_from(out.table, at)
-        at += _ENTRY.size + length
+    for way, text, _ in _entries(out.table, out.tensors)[0]:
         if way in _TAKEN:
-            totals[_TAKEN[way]] += layout.decode(out.table[at - length : at]).nbytes
-        at += _AFTER.get(way, 0)
+            totals[_TAKEN[way]] += layout.decode(text).nbytes
     return totals

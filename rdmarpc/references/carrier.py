@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from ..links.frames import CONTROL, REFERENCES
+from ..links.frames import CONTROL, REFERENCES, alone
 from ..links.ring import Link
 from ..links.table import Links
 from ..transport import Guard, PeerLost, RdmaError, broken_by, nobody
@@ -37,7 +37,7 @@ class Carrier:
         link = self._links.by_worker.get(worker)
         try:
             if link is not None:
-                link.post(REFERENCES, 0, CONTROL, payload=message)
+                link.post(REFERENCES, 0, CONTROL, parts=alone(message))
                 return
         except PeerLost:
             return
@@ -63,7 +63,7 @@ class Carrier:
                     return
             try:
                 link = self._connect(worker)
-                link.post(REFERENCES, 0, CONTROL, payload=left[0])
+                link.post(REFERENCES, 0, CONTROL, parts=alone(left[0]))
             except BaseException as error:
                 if not isinstance(error, RdmaError):
                     self._guard.note(error, "telling a worker of references")

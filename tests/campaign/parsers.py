@@ -101,7 +101,7 @@ def _link() -> Parser:
 
     sender._window = Catch()
     for kind in range(1, 8):
-        sender.try_send(kind, kind * 1000, 3, 1, b"function", b"payload" * kind, b"table", b"data" * 100)
+        sender.try_send(kind, kind * 1000, 3, 1, (b"function", b"payload" * kind, b"table", b"data" * 100))
     device.close()
 
     def parse(data: bytes) -> Any:

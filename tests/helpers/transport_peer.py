@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,4 +182,8 @@ def close_channel(state: State) -> None:
 
 
 def channel_error(state: State) -> str:
+    """That of an ended channel, whose thread may hear of the end a moment later."""
+    limit = time.monotonic() + 5.0
+    while state.channel.error is None and time.monotonic() < limit:
+        time.sleep(0.01)
     return type(state.channel.error).__name__

@@ -40,7 +40,7 @@ groups; the first of them."""
 GROUP_CONTEXT, GROUP_STREAM, GROUP_AFTER, GROUP_EVENT, GROUP_COUNT, GROUP_HEAD = range(6)
 """The device's context, the side stream, the caller's stream, an event of the lane; then (destination, source, bytes) a
 copy."""
-PUSH, POP, MODE, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH, TABLE_WORDS = range(10)
+PUSH, POP, MODE, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH = range(9)
 """The table of functions, as ``TABLE`` names them, and the address of ``finish``."""
 TABLE = (
     "cuCtxPushCurrent_v2",

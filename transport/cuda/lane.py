@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import RdmaError, TransferTimeout, fresh
+from ..errors import RdmaError, fresh
 from ..gpu.arena import GpuArena
 from ..gpu.driver import active, current_stream, driver, kind
 from ..gpu.events import NOT_READY, status
+from ..notify import wait_done
 from ..words import kernels
 
 GRACE_S = 0.5
@@ -91,26 +92,17 @@ class Lane:
     def wait(self, ticket: int, timeout: float | None) -> None:
         """Wait until a ticket is over. Raises ``TransferTimeout``. If the channel breaks and the copy does not end soon after,
         raises the channel's error."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        grace = None
-        while kernels.load(self.done) < ticket:
-            limit = kernels.SLICE_NS
-            if deadline is not None:
-                limit = min(limit, int((deadline - time.monotonic()) * 1e9))
-                if limit <= 0:
-                    raise TransferTimeout(
-                        f"the copy was not done within {timeout} s",
-                        peer=self.channel.peer,
-                        device="cuda",
-                        hint="a timeout ends the wait, not the copy: channel.abort() does",
-                    )
-            if kernels.wait_count(self.done, ticket, kernels.SPIN, limit, 0) == kernels.OK:
-                return
+        patient_until = 0.0
+
+        def look() -> None:
+            nonlocal patient_until
             self.look()
             if self.channel.error is not None:
-                grace = grace or time.monotonic() + GRACE_S
-                if time.monotonic() > grace:
+                patient_until = patient_until or time.monotonic() + GRACE_S
+                if time.monotonic() > patient_until:
                     raise fresh(self.channel.error)
+
+        wait_done(self.done, ticket, timeout, 0, peer=self.channel.peer, device="cuda", look=look)
 
     def look(self) -> bool:
         """Whether the stream is idle. An error of the driver ends the channel: nothing of that context runs on then."""

@@ -85,13 +85,6 @@ class CudaJob(PreparedRequest):
         self._words = np.array(words, np.uint64).view(np.int64)  # addresses of a GPU may use all 64 bits
         self._job = int(self._words.ctypes.data)
 
-    def word(self, copy: int, part: int) -> int:
-        """The index of the word with the destination (part 0) or source (part 1) of copy ``copy`` in the only group."""
-        return at.JOB_HEAD + at.GROUP_HEAD + 3 * copy + part
-
-    def set(self, word: int, address: int) -> None:
-        self._words.view(np.uint64)[word] = address
-
     def post(self, things: object) -> CudaWork:
         """Enqueue it. ``things`` live until it is over."""
         lane = self.lanes[-1]
@@ -141,57 +134,45 @@ class CudaJob(PreparedRequest):
 class CudaTransfer(Transfer):
     """Some side is GPU memory. Where a remote side may be withdrawn, it is looked up anew for every post."""
 
-    __slots__ = ("__weakref__", "_channel", "_fast", "_imm", "_job", "_sides", "_withdrawable")
+    __slots__ = ("__weakref__", "_channel", "_imm", "_job", "_sides", "_withdrawable")
 
     def __init__(self, channel: Any, sides: list[Side], imm: int | None) -> None:
         self._channel, self._sides, self._imm = channel, sides, imm
-        self._fast: dict[int, tuple[int, int]] = {}
         self._withdrawable = [remote for remote, _, _ in sides if channel.peer_gpus.withdrawable(remote)]
-        self._job: CudaJob | None = None
-        self._build()
+        self._job: CudaJob | None = self._built()
 
-    def _build(self) -> CudaJob:
+    def _built(self) -> CudaJob:
         """Addresses of everything, sorted by the GPU that copies."""
         groups: dict[Lane, Copies] = {}
         host: Copies = []
-        fast: dict[int, tuple[int, int]] = {}
-        for index, side in enumerate(self._sides):
+        for side in self._sides:
             lane, copies = self._channel.place(side)
             if lane is None:
                 host += copies
-                continue
-            mine = groups.setdefault(lane, [])
-            if side[1].device.type != "cpu" and len(copies) == 1:
-                fast[index] = (len(mine), 1 if side[2] else 0)
-            mine += copies
-        job = CudaJob(self._channel, list(groups.items()), host, self._imm)
-        self._fast = fast if len(groups) == 1 else {}
-        self._job = job
-        return job
+            else:
+                groups.setdefault(lane, []).extend(copies)
+        return CudaJob(self._channel, list(groups.items()), host, self._imm)
 
     def post(self) -> Work:
         channel = self._channel
         channel.check()
-        job = self._build() if self._job is None or self._job.failed else self._job
+        if self._job is None or self._job.failed:
+            self._job = self._built()
         things = [tensor for _, tensor, _ in self._sides]
         if not self._withdrawable:
-            return job.post(things)
+            return self._job.post(things)
         with channel.peer_gpus.lock:  # so that the owner, which takes a region back, hears of a post that was before
             for remote in self._withdrawable:
                 channel.peer_gpus.still_there(remote)
-            return job.post(things)
+            return self._job.post(things)
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         remote, _, write = self._sides[index]
-        address, nbytes = local_bytes(tensor, self._channel.peer_gpus.kind)
+        nbytes = local_bytes(tensor, self._channel.peer_gpus.kind)[1]
         if nbytes != remote.nbytes:
             raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes, got {nbytes}")
         self._sides[index] = (remote, tensor, write)
-        if self._job is None:
-            return
-        if index in self._fast and tensor.device == self._job.lanes[0].device:
-            self._job.set(self._job.word(*self._fast[index]), address)
-        elif nbytes:
+        if nbytes:
             self._job = None  # built again when all are bound
 
     def unbind(self, index: int) -> None:

@@ -59,8 +59,7 @@ class GpuArena:
         """The side streams of the devices on this arena. Copies may be under way until they are gone."""
         self._exports = Exports()
         self._segments: dict[int, GpuSegment] = {}  # by the driver's number
-        self._regions: dict[int, tuple[GpuSegment, int, int, int]] = {}  # foreign: segment, offset, bytes, key
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._regions: dict[int, tuple[GpuSegment, int, int, int, torch.Tensor]] = {}  # foreign: segment, offset, bytes, key
         self._making = threading.RLock()  # held until peers have been told; taken before ``_lock``
         self._lock = threading.Lock()  # guards the tables; devices may take their own locks before it
 
@@ -135,8 +134,7 @@ class GpuArena:
         number, key = self.memory.take_number()
         with self._lock:
             segment.regions += 1
-            self._regions[number] = (segment, offset, nbytes, key)
-            self._pinned[number] = tensor
+            self._regions[number] = (segment, offset, nbytes, key, tensor)
         for device in self._listeners():
             device.announce_part(number, key, segment.number, offset, nbytes)
         self.memory.count("registrations")
@@ -147,7 +145,7 @@ class GpuArena:
         number = region.remote.region
         gone = [number]
         with self._making, self._lock:
-            known = self._regions.pop(number, None)
+            known = self._regions.pop(number, None)  # with its tensor, which lives until all peers have been told
             if known is None:
                 return
             segment = known[0]
@@ -155,15 +153,14 @@ class GpuArena:
             if not segment.regions and not segment.lasting:
                 gone.append(segment.number)
                 self._segments = {other: each for other, each in self._segments.items() if each is not segment}
-        try:
-            withdraw(self._listeners(), gone)
-        finally:
-            self._pinned.pop(number, None)
+        withdraw(self._listeners(), gone)
 
     def registered(self) -> tuple[list[GpuSegment], list[tuple[int, int, int, int, int]]]:
         """All segments, and all foreign regions as (number, key, segment, offset, bytes), to be announced to a new peer."""
         with self._lock:
-            parts = [(number, key, segment.number, at, nbytes) for number, (segment, at, nbytes, key) in self._regions.items()]
+            parts = [
+                (number, key, segment.number, at, nbytes) for number, (segment, at, nbytes, key, _) in self._regions.items()
+            ]
             return list(self._segments.values()), parts
 
     def _listeners(self) -> list[Any]:

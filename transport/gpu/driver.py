@@ -57,7 +57,6 @@ _POINTER, _STREAM, _EVENT, _CONTEXT = c_uint64, c_void_p, c_void_p, c_void_p  # 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
-    "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
@@ -121,9 +120,8 @@ class Driver:
     def call(self, name: str, *args: object) -> None:
         """Call a function. Raises ``RdmaError`` for any result but ``CUDA_SUCCESS``, ``NotSupported`` where the driver lacks
         it."""
-        status = self.attempt(name, *args)
-        if status:
-            raise RdmaError(f"{name} failed: {self.explain(status)}", device="cuda", status=status)
+        if status := self.attempt(name, *args):
+            raise _failed(name, status)
 
     def asked(self, kind: type[Any], name: str, *args: object) -> int:
         """As ``call``, of a function that stores a value of this kind at its first argument: the value."""
@@ -145,17 +143,11 @@ class Driver:
         self._library.cuGetErrorName(c_int(result), byref(text))
         return text.value.decode() if text.value else f"CUDA error {result}"
 
-    def explain(self, status: str) -> str:
-        return f"the driver says {status}"
-
     # -- devices
 
     def version(self) -> int:
         """The CUDA version that the driver supports: 1000 * major + 10 * minor."""
         return self.asked(c_int, "cuDriverGetVersion")
-
-    def device_count(self) -> int:
-        return self.asked(c_int, "cuDeviceGetCount")
 
     def attribute(self, index: int, attribute: int) -> int:
         """A ``CU_DEVICE_ATTRIBUTE``; 0 for one that this driver does not know."""
@@ -239,6 +231,10 @@ class Driver:
         return self.asked(c_void_p, "cuEventCreate", CU_EVENT_DISABLE_TIMING)
 
 
+def _failed(name: str, status: str) -> RdmaError:
+    return RdmaError(f"{name} failed: the driver says {status}", device="cuda", status=status)
+
+
 class _On:
     """See ``Driver.on``. Entered several times in a message: no generator, and no look-up by name."""
 
@@ -250,8 +246,7 @@ class _On:
     def __enter__(self) -> None:
         cuda = self._driver
         if self._context and (result := cuda.push(self._context)):
-            status = cuda.name(result)
-            raise RdmaError(f"cuCtxPushCurrent_v2 failed: {cuda.explain(status)}", device="cuda", status=status)
+            raise _failed("cuCtxPushCurrent_v2", cuda.name(result))
         self._mode = mode = c_int(CU_STREAM_CAPTURE_MODE_RELAXED)
         cuda.exchange(mode)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import NotSupported, RdmaError
-from .driver import Driver, driver
+from .driver import Driver, count, driver
 
 LIMIT = 256
 """Segments of one peer that are mapped here at once, unless more are in use."""
@@ -111,7 +111,7 @@ class Imports:
         cuda = driver()
         # In the context of the device that copies; where that has no way to the owner's device, in that device's own, if it is
         # to be seen here: the driver then copies from the one to the other.
-        others = [other for other in range(cuda.device_count()) if other != index]
+        others = [other for other in range(count()) if other != index]
         first: RdmaError | None = None
         for at in (index, *others):
             try:

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import GIVEN_UP, RdmaError
+from ..errors import GIVEN_UP, PeerLost, RdmaError
 from ..words import kernels
 from ..words.atomics import FUTEX_WAIT, fetch_add, futex, load_acquire, now
 from ..words.compiled import compiled
@@ -128,7 +128,8 @@ class Looks:
         return f"it has not been seen running for {self.timeout:g} s: stopped, frozen or cut off?"
 
 
-GOODBYES = (
+CLOSED, SILENT, BROKEN = range(3)
+_GOODBYES = (
     ("CLOSED", "the peer closed the channel"),
     (GIVEN_UP, "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off"),
     ("BROKEN", "the peer could not go on with this connection: its log says why"),
@@ -136,6 +137,7 @@ GOODBYES = (
 """Status and text of what a peer says last, by the number that travels with it."""
 
 
-def goodbye(number: int) -> tuple[str, str]:
-    """See ``GOODBYES``."""
-    return GOODBYES[number if number < len(GOODBYES) else 0]
+def goodbye(number: int, peer: str, device: str) -> PeerLost:
+    """The end of a channel whose peer has said so with this number."""
+    status, why = _GOODBYES[number if number < len(_GOODBYES) else CLOSED]
+    return PeerLost(why, peer=peer, device=device, status=status)

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PeerLost, RdmaError
+from ..errors import PeerLost
 from ..sandboxed import REFUSED
-from .guard import Guard, broken_by
 from .handshakes import Handshakes
 from .heartbeat import Looks
 
@@ -29,12 +28,12 @@ class Service:
     """Owns its listener, whose connections go to the device's ``_welcome`` (``Handshakes``), from ``start`` on. ``_hear`` (with
     what was given to ``watch``), ``_flush`` (the same; there is room to send) and ``_look`` (the same, and the seconds that the
     look counts for) of the device run on the thread of the service, and must not block. What they raise is an end of that
-    channel alone: ``lost`` is called with it and why. ``linger_s`` of the device: how long ``stop`` waits for the peers to hang
+    channel alone (``break_off``). ``linger_s`` of the device: how long ``stop`` waits for the peers to hang
     up, too."""
 
-    def __init__(self, device: Any, listener: socket.socket, guard: Guard) -> None:
+    def __init__(self, device: Any, listener: socket.socket) -> None:
         """``device``: a ``ListeningDevice``."""
-        self._device, self._name, self._guard = device, device.name, guard
+        self._device, self._guard = device, device.guard
         self.looks: Looks = device._looks
         self._linger_s: float = device.linger_s
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -49,7 +48,7 @@ class Service:
         self._watched: dict[int, tuple[socket.socket, Any]] = {}
         self._asked: deque[tuple[int, Any]] = deque()
         self._stop_at = 0.0
-        self.handshakes = Handshakes(listener, device._welcome, wake=self.wake, guard=guard, admits=device._admits)
+        self.handshakes = Handshakes(listener, device._welcome, wake=self.wake, guard=device.guard, admits=device._admits)
         self._thread = threading.Thread(target=self._run, name=f"rdmarpc-{device.name}", daemon=True)
 
     def _epoll_or_poll(self, listener: socket.socket) -> Any:
@@ -148,10 +147,8 @@ class Service:
         try:
             step(channel, *args)
         except BaseException as error:
-            if not isinstance(error, RdmaError):
-                self._guard.note(error, doing)
             try:
-                self._device.lost(channel, broken_by(error, doing, peer=channel.peer, device=self._name))
+                self._device.break_off(channel, error, doing)
             except BaseException as another:
                 self._guard.note(another, "ending a channel")
                 self.forget(sock)

@@ -31,8 +31,7 @@ from .transfer import CmaTransfer, Inboxes, ShmMapped, ShmTransfer, ShmWindow, W
 MESSAGE = struct.Struct("<BQQQQ")
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
 LANDING = 10  # after those of cuda_channel
-# The number of a BYE says why (``heartbeat.GOODBYES``).
-CLOSED, SILENT, BROKEN = range(3)
+# The number of a BYE says why (``heartbeat.goodbye``).
 _SEND_TIMEOUT = 5.0
 _LAST_WORDS = 1000
 """How many messages are read at most after the peer has stopped taking ours."""
@@ -84,12 +83,12 @@ class ShmChannel(Channel):
     ) -> None:
         """``identity``: the peer's uid and epoch."""
         super().__init__(device)
-        self.sock, self.inboxes = sock, inboxes
+        self.sock, self.inboxes, self.records = sock, inboxes, inboxes.records
         self.pid, _ = credentials(sock)
         self.peer, self.peer_hello = f"process {self.pid or '(of another PID namespace)'}", hello
         self.peer_uid, self.peer_memory = identity[0], PeerMemory(self, *identity, attach)
         self.questions = Questions()
-        self.beats = Beats(inboxes.peer_bells)
+        self.look = Beats(inboxes.peer_bells).look
         self.sending = threading.Lock()
         """Held while a control message is sent, so that messages go out one at a time."""
         self._end_lock = threading.Lock()
@@ -158,10 +157,6 @@ class ShmChannel(Channel):
 
     def peer_ended(self) -> bool:
         return not runs(self.pid)
-
-    def record(self, imm: int) -> int:
-        check_notify(imm)
-        return self.inboxes.record(imm)
 
     def resolve(self, remote: RemoteRegion, *, write: bool = False) -> tuple[int, bool]:
         """As ``PeerMemory.resolve``; may wait for the peer."""
@@ -237,8 +232,7 @@ class ShmChannel(Channel):
         elif kind in (GONE_ACK, SYNC_ACK):
             self.questions.answer(kind, number)
         elif kind == BYE:
-            status, why = goodbye(number)
-            self.lose(PeerLost(why, peer=self.peer, device="shm", status=status))
+            self.lose(goodbye(number, self.peer, "shm"))
             return False
         else:
             self._hear_more(kind, number, key, address, nbytes, fds)

@@ -28,15 +28,14 @@ from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
 from ..memory.arena import Segment
 from ..memory.mapping import mapped, memfd, why_not
-from ..peers.guard import Guard, broken_by
 from ..peers.handed import credentials, received
-from ..peers.heartbeat import Heart
+from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
 from ..sandboxed import naming, processors
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
-from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
+from .channel import LANDING, REGION, SEGMENT, ShmChannel
 from .memory import Attach
 from .transfer import INBOX_BYTES, Inboxes
 
@@ -80,7 +79,6 @@ class ShmDevice(ListeningDevice):
             raise ValueError("shm needs memory that peers can map: Memory(shared=True)")
         super().__init__(self.kind, options, shared=True)
         self._probe = np.ones(1, np.int64)
-        self._guard = Guard(f"rdmarpc-{self.kind}")
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
             self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
@@ -91,7 +89,7 @@ class ShmDevice(ListeningDevice):
                 listener.listen(128)
             credentials(listener)
             self._attach()
-            self._service = Service(self, listener, self._guard)
+            self._service = Service(self, listener)
             self._service.start()
             undo.pop_all()
 
@@ -240,9 +238,7 @@ class ShmDevice(ListeningDevice):
     # -- on the service thread
 
     def _look(self, channel: ShmChannel, seconds: float) -> None:
-        """Give the peer up if it has not been seen running for too long."""
-        if channel.error is None and self._looks.too_long(channel.beats.look(seconds)):
-            channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"), SILENT)
+        super()._look(channel, seconds)
         if channel.broke:  # just now, or as somebody sent
             self._finish(channel)
 
@@ -253,15 +249,9 @@ class ShmDevice(ListeningDevice):
         if not channel.receive():
             self._finish(channel)
 
-    def lost(self, channel: ShmChannel, error: RdmaError) -> None:
-        channel.give_up(error, BROKEN)
+    def lost(self, channel: ShmChannel, error: RdmaError, why: int = BROKEN) -> None:
+        channel.give_up(error, why)
         self._finish(channel)
-
-    def break_off(self, channel: ShmChannel, error: BaseException, doing: str) -> None:
-        """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""
-        if not isinstance(error, RdmaError):
-            self._guard.note(error, doing)
-        self.lost(channel, broken_by(error, doing, peer=channel.peer, device=self.kind))
 
     def _finish(self, channel: ShmChannel) -> None:
         """Finish a channel that has ended: stop watching it, and tell ``on_lost`` once if it broke."""

@@ -34,20 +34,14 @@ class Inboxes:
 
     def __init__(self, own: mmap.mmap, peer: mmap.mmap, peer_bells: mmap.mmap) -> None:
         self._keep = (own, peer, peer_bells)
-        self._own, self._peer, self.peer_bells = map(address_of, self._keep)
-        self.peer_closed = self._peer + _CLOSED_AT
+        self._own, theirs, self.peer_bells = map(address_of, self._keep)
+        self.records, self.peer_records = self._own + _RECORDS_AT, theirs + _RECORDS_AT
+        self.peer_closed = theirs + _CLOSED_AT
         """Address of the word that is set when the peer has closed its inbox."""
-        self.inflight = self._peer + _INFLIGHT_AT
+        self.inflight = theirs + _INFLIGHT_AT
         """Address of the count of our copies under way."""
         self._stats = np.zeros(kernels.STATS_WORDS, np.int64)
         self.stats = int(self._stats.ctypes.data)
-
-    def record(self, imm: int) -> int:
-        """Address of our record of a notification."""
-        return self._own + _RECORDS_AT + imm * RECORD_BYTES
-
-    def peer_record(self, imm: int) -> int:
-        return self._peer + _RECORDS_AT + imm * RECORD_BYTES
 
     def totals(self) -> tuple[int, int]:
         """Posts and bytes so far."""
@@ -91,7 +85,7 @@ class WorkRequest:
         block = np.zeros(kernels.WR_HEAD + 3 * len(copies), np.int64)
         block[kernels.WR_COUNT] = len(copies)
         if imm is not None:
-            block[kernels.WR_RECORD] = inboxes.peer_record(imm)
+            block[kernels.WR_RECORD] = inboxes.peer_records + imm * RECORD_BYTES
         block[kernels.WR_BELLS] = inboxes.peer_bells
         block[kernels.WR_CLOSED] = inboxes.peer_closed
         block[kernels.WR_INFLIGHT] = inboxes.inflight

@@ -23,7 +23,7 @@ from ..errors import PeerLost, RdmaError, TransferTimeout, kept
 from ..interrupts import interruptible
 from ..memory.mapping import anonymous
 from ..notify import Expectation
-from ..peers.heartbeat import Heart
+from ..peers.heartbeat import CLOSED, Heart
 from ..peers.questions import ANSWER_TIMEOUT_S
 from ..peers.service import Service
 from ..region import RemoteRegion
@@ -33,7 +33,7 @@ from .hearing import READABLE
 from .outbox import Outbox
 from .reader import Access, Reader
 from .transfer import Posts, TcpTransfer, TcpWindow
-from .wire import BYE, CHECK, END_CLOSED, HEADER, MAX_COPIES, NOTIFY, refusal
+from .wire import BYE, CHECK, HEADER, MAX_COPIES, NOTIFY, refusal
 
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _FIRST_S = 0.001
@@ -72,14 +72,14 @@ class TcpChannel(Channel):
         self._gone = threading.Event()  # set when the socket is closed
         # One record more than the notifications: the answers, as many as the last post that was answered.
         records = anonymous((MAX_NOTIFY + 1) * RECORD_BYTES)
-        self._inbox = torch.frombuffer(records, dtype=torch.uint8, count=1).data_ptr()
+        self.records = torch.frombuffer(records, dtype=torch.uint8, count=1).data_ptr()
         self._beat_s = min(max(patience / 4, _BEAT_MIN_S), _BEAT_MAX_S)
         self._silence = 0.0
         self.access = Access(device, self)
         self.outbox = Outbox(sock, io.await_events)
-        answers = self._inbox + MAX_NOTIFY * RECORD_BYTES
+        answers = self.records + MAX_NOTIFY * RECORD_BYTES
         self._posts = Posts(self.outbox, records, answers, device.bells, f"{host}:{port}")
-        self.reader = Reader(sock, self.access, self.outbox, self._posts, records=self._inbox, bells=device.bells)
+        self.reader = Reader(sock, self.access, self.outbox, self._posts, records=self.records, bells=device.bells)
 
         self._reading = threading.Lock()
         """Held by the thread that reads the stream while it waits."""
@@ -113,10 +113,6 @@ class TcpChannel(Channel):
         self._check_owner(remote)
         self._posts.ask(CHECK, (remote.region, remote.key, remote.offset, remote.nbytes)).wait(ANSWER_TIMEOUT_S)
         return TcpWindow(self._posts, remote, local, notify)
-
-    def record(self, imm: int) -> int:
-        check_notify(imm)
-        return self._inbox + imm * RECORD_BYTES
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
         return HeardExpectation(self, imm, count, self.count(imm))
@@ -247,7 +243,7 @@ class TcpChannel(Channel):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.0005)
-        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"), goodbye=END_CLOSED)
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"), goodbye=CLOSED)
         self._hang_up()
 
     def release(self) -> None:

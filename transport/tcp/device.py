@@ -24,14 +24,13 @@ from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
 from ..peers.auth import receive_exactly
-from ..peers.guard import Guard
-from ..peers.heartbeat import Heart
+from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
 from ..tls.stream import prepare
 from ..words import kernels
 from .channel import TcpChannel
-from .wire import BEAT, END_BROKEN, END_SILENT, HEADER
+from .wire import BEAT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 
@@ -54,7 +53,7 @@ class TcpDevice(ListeningDevice):
             listener = undo.enter_context(self._listen(place))
             self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
             undo.callback(self._heart.stop)
-            self._service = Service(self, listener, Guard("rdmarpc-tcp"))
+            self._service = Service(self, listener)
             self.memory.attach(self)
             self._service.start()
             undo.pop_all()
@@ -90,15 +89,8 @@ class TcpDevice(ListeningDevice):
             why = f"tcp on {where[0]} without a secret: nobody elsewhere could know the one that is used then"
             hint = "give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1"
             raise NotSupported(why, device="tcp", hint=hint)
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
-        listener.setblocking(False)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server(where, family=family, backlog=128, dualstack_ipv6=both)
         bound, self._port = listener.getsockname()[:2]
         everywhere = ipaddress.ip_address(bound).is_unspecified
         self._host = where_to_listen(family if family == socket.AF_INET else socket.AF_UNSPEC)[0] if everywhere else bound
@@ -126,15 +118,6 @@ class TcpDevice(ListeningDevice):
             f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, reads the socket; one I/O thread for the rest",
         ]
         return "\n".join(lines)
-
-    def counters(self) -> dict[str, int]:
-        """As ``Device.counters``, and ``bytes_inlined``: bytes of ``Window.put`` (and of answers from closed regions) that
-        were copied because the socket was full."""
-        with self._lock:
-            inlined = sum(channel.outbox.inlined for channel in self._channels)
-            return {**super().counters(), "bytes_inlined": inlined + self._inlined_before}
-
-    _inlined_before = 0
 
     # -- connections
 
@@ -197,14 +180,11 @@ class TcpDevice(ListeningDevice):
         channel.outbox.flush()
 
     def _look(self, channel: TcpChannel, seconds: float) -> None:
-        """Give the peer up if nothing came of it for too long. Should it ever run again, it finds our goodbye."""
         self._hear(channel)  # what a waiting thread was to read; the I/O thread itself has received all that came
-        if channel.error is None and self._looks.too_long(channel.look(seconds)):
-            error = PeerLost(self._looks.text(), peer=channel.peer, device="tcp", status="SILENT")
-            self._finish(channel, channel.end(error, goodbye=END_SILENT))
+        super()._look(channel, seconds)
 
-    def lost(self, channel: TcpChannel, error: RdmaError) -> None:
-        self._finish(channel, channel.end(error, goodbye=END_BROKEN))
+    def lost(self, channel: TcpChannel, error: RdmaError, why: int = BROKEN) -> None:
+        self._finish(channel, channel.end(error, goodbye=why))
 
     def _finish(self, channel: TcpChannel, broke: bool) -> None:
         """Stop watching a channel that has ended, and tell its loss if it ``broke``, so was not closed here."""
@@ -213,7 +193,6 @@ class TcpDevice(ListeningDevice):
                 if not self._service.forget(channel.sock):
                     return
                 self._retire(channel)
-                self._inlined_before += channel.outbox.inlined
             channel.release()
         finally:
             if broke:

@@ -33,8 +33,6 @@ class Outbox:
         self.owed = self._owed.ctypes.data
         """The address of a word that only grows: the last post of the peer's that the next frame that goes out answers, too."""
         self._acked = 0  # what this word was when it was last sent
-        self.inlined = 0
-        """Bytes that were copied because the socket was full."""
         self._sock, self._watch = sock, watch
         self._pulse: Pulse | None = None
         self._queue: deque[tuple[memoryview, int]] = deque()  # with the region number it reads from, or 0
@@ -87,7 +85,6 @@ class Outbox:
                 self._withdraw()
             if self._queue:
                 view, region = self._queue.pop()
-                self.inlined += len(view)
                 self._queue.append((memoryview(bytes(view)), region))
             if idle:
                 self._flush()
@@ -111,7 +108,6 @@ class Outbox:
         except OSError:
             return  # as in ``_flush``
         if sent < len(frames):
-            self.inlined += len(frames) - sent
             self._queue.append((memoryview(frames)[sent:], 0))
             self._flush()  # so that the heart can push the rest
             self._await_room()
@@ -170,7 +166,6 @@ class Outbox:
         self._withdraw()
         for at, (view, source) in enumerate(self._queue):
             if source == region:
-                self.inlined += len(view)
                 self._queue[at] = (memoryview(bytes(view)), 0)
         if self._pulse is not None:
             self._flush()

@@ -59,10 +59,10 @@ class Access:
         """Our memory that the peer names, or why it may not touch it."""
         if nbytes == 0:
             return memoryview(b"")
-        if region == LENT:
-            address, size, right_key, pool = self._loan(key)
-        else:
-            address, size, right_key, pool = self._device.regions.get(region, NOWHERE)
+        found = self._device.regions.get(region, NOWHERE)
+        if region == LENT and (loan := self.lent.get(key)) is not None:
+            found = Registered(loan[0], loan[1], key, self._device.arena.readable)
+        address, size, right_key, pool = found
         if not size:
             return f"region {region} is not registered (any more)"
         if pool is not None:
@@ -75,10 +75,6 @@ class Access:
         if offset + nbytes > size:
             return f"bytes {offset}:{offset + nbytes} of a region of {size} bytes"
         return memory_at(address + offset, nbytes)
-
-    def _loan(self, key: int) -> Registered:
-        entry = self.lent.get(key)
-        return Registered(entry[0], entry[1], key, self._device.arena.readable) if entry is not None else NOWHERE
 
 
 class Reader:
@@ -256,8 +252,7 @@ class Reader:
         elif op == wire.REFUSED:
             self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer))
         elif op == wire.BYE:
-            status, why = goodbye(index)
-            raise PeerLost(why, peer=self._posts.peer, device="tcp", status=status)
+            raise goodbye(index, self._posts.peer, "tcp")
 
     def _end_post(self, flags: int, seq: int) -> None:
         if self._refusal:

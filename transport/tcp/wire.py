@@ -7,7 +7,7 @@ order and answers each one that wants it, so an answer to post ``n`` also answer
                          READ     region, key, offset: answer with DATA (``index`` says which copy of the post this is)
                          CHECK    region, key, offset: may I write there?
                          NOTIFY   nothing but the notification
-                         BYE      the channel has ended (``index``: why, ``END_*``)
+                         BYE      the channel has ended (``index``: why, ``peers/heartbeat``)
                          BEAT     nothing: a sign of life, outside of all posts (``peers/heartbeat``)
     receiver -> sender   ACK      all posts up to ``seq`` are done
                          DATA     payload of copy ``index`` of post ``seq``; with LAST the post is done
@@ -27,8 +27,6 @@ from ..errors import RemoteAccessError
 
 WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
 LAST, SILENT, LATER = 1, 2, 4  # SILENT: no ACK wanted, a later one will cover it; LATER: an ACK wanted, not by itself
-END_CLOSED, END_SILENT, END_BROKEN = range(3)
-"""Why a channel ended: it was closed; the receiver of the BYE was silent for too long; the sender could not go on."""
 
 HEADER = struct.Struct("<BBHIQQQQQ")
 """op, flags, index, imm, seq, region, key, offset, nbytes"""

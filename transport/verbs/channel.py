@@ -22,8 +22,7 @@ from ..memory.mapping import anonymous
 from ..nic.native import QueuePair
 from ..nic.queues import Lane
 from ..notify import Expectation
-from ..peers.guard import broken_by
-from ..peers.heartbeat import goodbye
+from ..peers.heartbeat import CLOSED, goodbye
 from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import completions, kernels
@@ -64,8 +63,8 @@ class VerbsChannel(Channel):
         """Whether the user of the device knows this channel, and so has to be told when it is lost."""
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
-        self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
-        self.lane = Lane(qp, device.port, self._records, device.post_send, stream.peer)
+        self.records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
+        self.lane = Lane(qp, device.port, self.records, device.post_send, stream.peer)
         self._questions = Questions()
         self.places = Places(stream.peer, (peer.uid, peer.epoch), self._questions, stream.send)
         self.leftovers = Leftovers(self.lane, self.local.arena)
@@ -104,10 +103,6 @@ class VerbsChannel(Channel):
         if not self.places.stays(remote):
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
         return VerbsWindow(self, remote, place, local, notify)
-
-    def record(self, imm: int) -> int:
-        check_notify(imm)
-        return self._records + imm * RECORD_BYTES
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
         return Expectation(self, imm, count, self.count(imm), self.local.arrived)
@@ -189,8 +184,7 @@ class VerbsChannel(Channel):
         elif kind in (control.GONE_ACK, control.SYNC_ACK):
             self._questions.answer(kind, number)
         elif kind == control.BYE:
-            status, why = goodbye(number)
-            raise PeerLost(why, peer=self.peer, device="verbs", status=status)
+            raise goodbye(number, self.peer, "verbs")
 
     def _give_up_region(self, number: int) -> None:
         seq = self.places.withdraw(number)
@@ -200,7 +194,7 @@ class VerbsChannel(Channel):
         except RdmaError:
             pass  # no answer: the owner's wait says so, and deregisters all the same
         except BaseException as error:
-            self.break_off(error, "letting go of a peer's memory")
+            self.device.break_off(self, error, "letting go of a peer's memory")
 
     # -- the end
 
@@ -249,12 +243,6 @@ class VerbsChannel(Channel):
         """End the channel because it broke, and tell the listener once."""
         self.device.lost(self, error)
 
-    def break_off(self, error: BaseException, doing: str) -> None:
-        """End this channel alone after an unexpected error, with an error that names what was being done."""
-        if not isinstance(error, RdmaError):
-            self.device.guard.note(error, doing)
-        self.lost(broken_by(error, doing, peer=self.peer, device="verbs"))
-
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device.pid:
             return
@@ -269,4 +257,4 @@ class VerbsChannel(Channel):
                 break
             kernels.progress(self.port)
             time.sleep(0.0005)
-        self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED"), control.CLOSED)
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED"), CLOSED)

@@ -9,7 +9,7 @@ one size:
     LANDING, REGION   the same: and written
     GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there
     SYNC, SYNC_ACK    number: all that was announced before has been heard
-    BYE               the channel ended (number: CLOSED; SILENT, the receiver was, for too long; BROKEN)
+    BYE               the channel ended (number: why, ``peers/heartbeat``)
     BEAT              nothing: a sign of life (``peers/heartbeat``)
 
 Its end is how the death of a process is noticed at once; the death of a host is noticed by the queue pair (``verbs``).
@@ -17,6 +17,7 @@ Its end is how the death of a process is noticed at once; the death of a host is
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -32,12 +33,10 @@ from ..peers.pulse import Pulse
 from ..tls.stream import failure
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, LANDING, BEAT = range(1, 10)
-CLOSED, SILENT, BROKEN = range(3)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
-_SETUP = struct.Struct(f"<QIII{Endpoint.SIZE}sI")
+_SETUP = struct.Struct(f"<QIII{Endpoint.SIZE}sII")
 _LENGTH = struct.Struct("<I")
-_QUEUE_PAIR = struct.Struct("<II")
 _SEND_TIMEOUT_S = 5.0
 
 
@@ -51,31 +50,28 @@ class Setup(NamedTuple):
     max_msg_sz: int
     endpoint: bytes
     qp_num: int
+    """0, which no connection has, in a refusal."""
     psn: int
     """First packet sequence number."""
 
 
 def send_setup(sock: socket.socket, setup: Setup) -> None:
-    *fields, qp_num, psn = setup
-    sock.sendall(_SETUP.pack(*fields, 1) + _QUEUE_PAIR.pack(qp_num, psn))
+    sock.sendall(_SETUP.pack(*setup))
 
 
 def send_refusal(sock: socket.socket, why: str) -> None:
     """Instead of a setup: this end cannot."""
-    sock.sendall(_SETUP.pack(0, 0, 0, 0, b"", 0))
+    send_setup(sock, Setup(0, 0, 0, 0, b"", 0, 0))
     send_hello(sock, why.encode())
 
 
 def receive_setup(sock: socket.socket) -> Setup:
     """Raises ``NotSupported`` for a refusal."""
-    uid, epoch, patience_ms, max_msg_sz, endpoint, count = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
-    if not count:
+    setup = Setup._make(_SETUP.unpack(auth.receive_exactly(sock, _SETUP.size)))
+    if not setup.qp_num:
         why = receive_hello(sock).decode("utf-8", "replace")
         raise NotSupported(f"the peer refused: {why}", device="verbs", status="REFUSED")
-    if count != 1:
-        raise PeerLost("the peer sent a malformed setup", device="verbs", status="PROTOCOL")
-    qp_num, psn = _QUEUE_PAIR.unpack(auth.receive_exactly(sock, _QUEUE_PAIR.size))
-    return Setup(uid, epoch, patience_ms, max_msg_sz, endpoint, qp_num, psn)
+    return setup
 
 
 def send_hello(sock: socket.socket, hello: bytes) -> None:
@@ -91,11 +87,11 @@ def receive_hello(sock: socket.socket) -> bytes:
 
 class Message(NamedTuple):
     kind: int
-    number: int
-    key: int
-    address: int
-    nbytes: int
-    rkey: int
+    number: int = 0
+    key: int = 0
+    address: int = 0
+    nbytes: int = 0
+    rkey: int = 0
 
 
 class ControlStream:
@@ -112,34 +108,21 @@ class ControlStream:
         self._rest = b""
         self.closed = False
 
-    def send(
-        self,
-        kind: int,
-        number: int = 0,
-        key: int = 0,
-        address: int = 0,
-        nbytes: int = 0,
-        rkey: int = 0,
-        *,
-        patience: float | None = None,
-    ) -> None:
-        """Raises ``PeerLost`` if the peer is gone or has not read for ``patience`` seconds (default: a few)."""
-        data = MESSAGE.pack(kind, number, key, address, nbytes, rkey)
+    def send(self, *message: int, patience: float = _SEND_TIMEOUT_S) -> None:
+        """Send a ``Message``. Raises ``PeerLost`` if the peer is gone or has not read for ``patience`` seconds."""
+        data = MESSAGE.pack(*Message(*message))
         with self.lock:
             if self.closed:
                 raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
             try:
-                self._send_all(data, _SEND_TIMEOUT_S if patience is None else patience)
+                self._send_all(data, patience)
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
 
-    def goodbye(self, why: int, patience: float | None = None) -> None:
-        """The channel ended: ``CLOSED``, ``SILENT`` or ``BROKEN``. Where nobody hears it, the peer finds the end of the
-        stream."""
-        try:
+    def goodbye(self, why: int, patience: float = _SEND_TIMEOUT_S) -> None:
+        """The channel ended (``peers/heartbeat``: why). Where nobody hears it, the peer finds the end of the stream."""
+        with contextlib.suppress(PeerLost):
             self.send(BYE, why, patience=patience)
-        except PeerLost:
-            pass
 
     def _send_all(self, data: bytes, patience: float) -> None:
         deadline = time.monotonic() + patience
@@ -192,8 +175,6 @@ class ControlStream:
             if self.pulse is not None:
                 self.pulse.close()
                 self.pulse.end()
-            try:
+            with contextlib.suppress(OSError):  # broken already
                 self.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # broken already
             self.sock.close()

@@ -34,8 +34,7 @@ from ..nic.native import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
-from ..peers.guard import Guard
-from ..peers.heartbeat import Heart
+from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
@@ -43,8 +42,8 @@ from ..tls.stream import prepare
 from ..words import kernels
 from . import control
 from .channel import VerbsChannel
-from .control import MESSAGE, ControlStream, Setup
-from .registrations import Announcement, Registrations
+from .control import MESSAGE, ControlStream, Message, Setup
+from .registrations import Registrations
 from .watch import Watch
 
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
@@ -78,7 +77,6 @@ class VerbsDevice(ListeningDevice):
         super().__init__("verbs", options)
         self._tls = prepare(options.tls, self.secret, "verbs")
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
-        self.guard = Guard("rdmarpc-verbs")
         self.local = Registrations(self._context, self.memory, self._lock)
         self.gpu_kind = self.local.gpu_kind
         with contextlib.ExitStack() as undo:
@@ -96,11 +94,11 @@ class VerbsDevice(ListeningDevice):
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
             shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
             self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
-            self._heart = Heart(frame=MESSAGE.pack(control.BEAT, 0, 0, 0, 0, 0))
+            self._heart = Heart(frame=MESSAGE.pack(*Message(control.BEAT)))
             undo.callback(self._heart.stop)
             self.watch.start()
             undo.callback(self.watch.stop)
-            self._service = Service(self, listener, self.guard)
+            self._service = Service(self, listener)
             self._service.start()
             undo.pop_all()
 
@@ -175,7 +173,7 @@ class VerbsDevice(ListeningDevice):
             told, channels = self.local.share(tensor, region), self.opened()
         self._tell(channels, told)
         self.count("registrations")
-        return Region(self, tensor, told[1], told[2], 0, foreign=True)
+        return Region(self, tensor, told.number, told.key, 0, foreign=True)
 
     def deregister(self, region: Region) -> None:
         """Withdraw a region of GPU memory from the peers. Returns when none of their copies is under way there."""
@@ -192,7 +190,7 @@ class VerbsDevice(ListeningDevice):
         with self._lock:
             return [channel for channel in self._channels if isinstance(channel, VerbsChannel) and channel.error is None]
 
-    def _tell(self, channels: Sequence[VerbsChannel], message: Announcement) -> None:
+    def _tell(self, channels: Sequence[VerbsChannel], message: Message) -> None:
         for channel in channels:
             try:
                 channel.stream.send(*message)
@@ -297,10 +295,9 @@ class VerbsDevice(ListeningDevice):
 
     # -- for the channels
 
-    def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
-        """End a channel that broke, and tell the listener once. The peer is told too, as it may not know yet."""
+    def lost(self, channel: VerbsChannel, error: RdmaError, why: int = BROKEN) -> None:
         if channel.error is None and channel.known:
-            channel.stream.goodbye(control.BROKEN, 0.0)
+            channel.stream.goodbye(why, 0.0)
         if channel.end(error) and channel.known:
             self.door.lost(channel, self.on_lost)
 
@@ -322,12 +319,6 @@ class VerbsDevice(ListeningDevice):
             # What came by the queue pair before the goodbye counts: it is on the completion queue.
             kernels.progress(self.port)
             self.lost(channel, error if error.status == "EOF" else channel.lane.failure() or error)
-
-    def _look(self, channel: VerbsChannel, seconds: float) -> None:
-        """Give the peer up if it has not been heard for too long. Should it ever run again, it finds our goodbye."""
-        if channel.error is None and self._looks.too_long(channel.look(seconds)):
-            channel.stream.goodbye(control.SILENT, 0.0)
-            self.lost(channel, PeerLost(self._looks.text(), peer=channel.peer, device="verbs", status="SILENT"))
 
     # -- the end
 

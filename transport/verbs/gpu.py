@@ -14,6 +14,7 @@ Never run on hardware: see ``gpudirect``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -374,11 +375,9 @@ class GpuMemory:
             self._flushed.clear()
             for segment in segments:
                 _close(segment)
-            try:
-                if self._own_pins:
+            if self._own_pins:
+                with contextlib.suppress(RdmaError):  # the driver is gone already: the process ends
                     self._pins.close()
-            except RdmaError:
-                pass  # the driver is gone already: the process ends
 
 
 def _close(segment: Segment) -> None:

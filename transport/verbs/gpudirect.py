@@ -195,7 +195,7 @@ def survey(root: Path, status_of: Callable[[str], str]) -> list[tuple[Gpu, Adapt
     driver does not answer."""
     driver, module = cuda_driver.driver(), peermem(root)
     found = [adapter_of(name, root, status_of(name)) for name in adapters(root)]
-    gpus = [gpu_of(driver, index, root) for index in range(driver.device_count())]
+    gpus = [gpu_of(driver, index, root) for index in range(cuda_driver.count())]
     return [(gpu, adapter, decide(gpu, adapter, module)) for gpu in gpus for adapter in found]
 
 

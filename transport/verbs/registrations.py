@@ -102,10 +102,6 @@ class Places:
         return max((user.revoke(why) for user in users), default=0)
 
 
-Announcement = tuple[int, int, int, int, int, int]
-"""A control message: kind, number, key, address, bytes, rkey."""
-
-
 class Registrations:
     """The memory regions of one device. Any thread. Close it before its context."""
 
@@ -128,7 +124,7 @@ class Registrations:
 
     # -- for peers
 
-    def segment(self, segment: Segment) -> Announcement | None:
+    def segment(self, segment: Segment) -> Message | None:
         """Register a segment of the arena. Returns ``None`` if it is registered already."""
         with self._lock:
             if segment.number in self._regions:
@@ -137,16 +133,16 @@ class Registrations:
             region = self._regions[segment.number] = self._context.register(segment.address, segment.nbytes, access)
             return _of_segment(segment, region)
 
-    def foreign(self, number: int, key: int, address: int, nbytes: int) -> Announcement:
+    def foreign(self, number: int, key: int, address: int, nbytes: int) -> Message:
         """Register memory from elsewhere."""
         region = self._regions[number] = self._context.register(address, nbytes, REMOTE_WRITE)
-        return REGION, number, key, address, nbytes, region.rkey
+        return Message(REGION, number, key, address, nbytes, region.rkey)
 
-    def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Announcement:
+    def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Message:
         """Open GPU memory that is registered to peers. Call it with the lock held."""
         number, key = self._memory.take_number()
         self._regions[number], self._shared[number] = region, (tensor, key)
-        return REGION, number, key, region.address, tensor.nbytes, region.rkey
+        return Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
 
     def is_gpu(self, number: int) -> bool:
         return number in self._shared
@@ -163,17 +159,17 @@ class Registrations:
         with self._lock:
             self._shared.pop(number, None)
 
-    def announcements(self, own: Pool | None) -> Iterator[Announcement]:
+    def announcements(self, own: Pool | None) -> Iterator[Message]:
         """The announcements for a new peer whose own pool is ``own``. Call it with the lock held."""
         segments, foreign = self._memory.registered(own)
         for number, region in self._regions.items():
             if (segment := segments.get(number)) is not None:
                 yield _of_segment(segment, region)
             elif (entry := foreign.get(number)) is not None:
-                yield REGION, number, entry.key, entry.address, entry.nbytes, region.rkey
+                yield Message(REGION, number, entry.key, entry.address, entry.nbytes, region.rkey)
             elif (shared := self._shared.get(number)) is not None:
                 tensor, key = shared
-                yield REGION, number, key, region.address, tensor.nbytes, region.rkey
+                yield Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
 
     # -- for ourselves
 
@@ -214,6 +210,6 @@ class Registrations:
             self._gpu.close()
 
 
-def _of_segment(segment: Segment, region: MemoryRegion) -> Announcement:
+def _of_segment(segment: Segment, region: MemoryRegion) -> Message:
     kind = SEGMENT if segment.pool.access == READ else LANDING
-    return kind, segment.number, segment.key, segment.address, segment.nbytes, region.rkey
+    return Message(kind, segment.number, segment.key, segment.address, segment.nbytes, region.rkey)

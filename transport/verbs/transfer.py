@@ -131,16 +131,13 @@ class Leftovers:
 class _Piece:
     """One copy: the remote range and its place, the local tensor, and how work requests reach the tensor."""
 
-    __slots__ = ("block", "chunks", "gpu", "place", "registered", "remote", "source", "staged", "tensor", "write")
+    __slots__ = ("block", "chunks", "place", "registered", "remote", "source", "tensor", "write")
 
     def __init__(self, remote: RemoteRegion, place: Place, tensor: torch.Tensor, write: bool) -> None:
         self.remote, self.place, self.tensor, self.write = remote, place, tensor, write
         self.chunks: list[tuple[Chain, int, int]] = []  # (chain, index there, offset)
         self.registered: MemoryRegion | None = None
         self.block: Block | None = None
-        self.staged = False
-        self.gpu = -1
-        """Index of the GPU on which the tensor lies; below 0 for the host."""
         self.source = (0, 0)
         """The address, in work requests, of the first byte of the tensor or of its copy in the arena, and the key."""
 
@@ -199,7 +196,6 @@ class VerbsTransfer(Transfer):
         address, nbytes = local_bytes(piece.tensor, local.gpu_kind)
         self._let_go(piece)
         if not piece.tensor.is_cpu:
-            piece.gpu = piece.tensor.device.index
             self._gpus.append(piece)
             found = local.gpu.reach(piece.tensor)
             if found is None:
@@ -223,7 +219,6 @@ class VerbsTransfer(Transfer):
         if piece.block is None:
             piece.block = local.arena.allocate(nbytes)
             self._hold().blocks.append(piece.block)
-        piece.staged = True
         self._staging.append(piece)
         address = piece.block.segment.address + piece.block.offset
         lkey = local.lkey(address, nbytes)
@@ -243,12 +238,9 @@ class VerbsTransfer(Transfer):
         if region is not None and self._held is not None:
             self._held.regions.remove(region)
             region.close()
-        if piece.staged:
-            self._staging.remove(piece)
-            piece.staged = False
-        if piece.gpu >= 0:
-            self._gpus.remove(piece)
-            piece.gpu = -1
+        for pieces in (self._staging, self._gpus):
+            if piece in pieces:
+                pieces.remove(piece)
 
     def _fill(self) -> None:
         """Copy what is staged; GPUs do so on their current streams."""
@@ -256,7 +248,7 @@ class VerbsTransfer(Transfer):
         for piece in self._staging:
             if not piece.write:
                 continue
-            if piece.gpu >= 0:
+            if not piece.tensor.is_cpu:
                 assert piece.block is not None
                 local.gpu.stage(piece.block, piece.tensor, out=True)
             else:
@@ -271,14 +263,15 @@ class VerbsTransfer(Transfer):
             assert piece.block is not None
             local.gpu.stage(piece.block, piece.tensor, out=False)
             local.count_staged(piece.remote.nbytes)
-        local.gpu.wait({piece.gpu for piece in landed})
+        local.gpu.wait({piece.tensor.device.index for piece in landed})
         local.arrived()
 
     def post(self) -> Work:
         if self._staging:
             self._fill()
         if self._gpus:
-            later = self._channel.local.gpu.behind(self._channel, {piece.gpu for piece in self._gpus}, self._post)
+            indices = {piece.tensor.device.index for piece in self._gpus}
+            later = self._channel.local.gpu.behind(self._channel, indices, self._post)
             if later is not None:
                 return later
         return self._post()

@@ -47,7 +47,7 @@ def send(to, kind, call=0, flags=CONTROL, payload=b"", function=b""):
     """A frame as a forger makes it."""
     link = agent.current().connections.to(to)
     deadline = time.monotonic() + 50
-    while not link.try_send(kind, call, flags, function=function, payload=payload):
+    while not link.try_send(kind, call, flags, parts=(function, payload, b"", b"")):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

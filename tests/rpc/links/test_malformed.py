@@ -13,7 +13,7 @@ from group import dismiss, results, run_group, until_dismissed
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links.frames import CONTROL, FORGO, HEAD, REFERENCES, REMOTE, REQUEST
+from rdmarpc.links.frames import CONTROL, FORGO, HEAD, REFERENCES, REMOTE, REQUEST, alone
 
 FRAMES = {
     "references, cut shorter": (REFERENCES, CONTROL, b"\1\2\3"),
@@ -31,7 +31,7 @@ def sends(rank, kind, flags, body):
     if rank == 1:
         assert rpc.rpc_sync("worker0", identity, (1,)) == 1
         link = agent.current().connections.to(0)
-        assert link.try_send(kind, 0, flags, payload=body)
+        assert link.try_send(kind, 0, flags, parts=alone(body))
         with pytest.raises(rpc.PeerLost, match="worker0"):
             for _ in range(1000):
                 rpc.rpc_sync("worker0", identity, (1,))

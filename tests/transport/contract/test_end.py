@@ -12,7 +12,8 @@ import pytest
 from transport_peer import C, Pair, S, all_are, filled
 
 from rdmarpc.transport import Device, PeerLost, RdmaError
-from rdmarpc.transport.shm.channel import SILENT, SYNC
+from rdmarpc.transport.peers.heartbeat import SILENT
+from rdmarpc.transport.shm.channel import SYNC
 
 T = 30.0
 

@@ -131,9 +131,6 @@ class FakeDriver:
     def __init__(self, good: dict[int, int]) -> None:
         self.good = good
 
-    def device_count(self) -> int:
-        return 2
-
     def pci_bus_id(self, index: int) -> str:
         return f"0000:d{index}:00.0"
 
@@ -143,6 +140,7 @@ class FakeDriver:
 
 def facts(monkeypatch: pytest.MonkeyPatch, good: dict[int, int]) -> None:
     monkeypatch.setattr(driver, "kind", lambda: "cuda")
+    monkeypatch.setattr(driver, "count", lambda: 2)
     monkeypatch.setattr(driver, "driver", lambda: FakeDriver(good))
 
 
