@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import GONE, PeerLost
 from ..peers import auth
-from .options import TlsOptions, check
+from .options import TlsOptions
 
 if TYPE_CHECKING:
     from ..peers.identity import Identity
@@ -32,7 +32,6 @@ def failure(sock: socket.socket) -> PeerLost | None:
 
 def prepare(tls: bool | TlsOptions, secret: bytes, device: str) -> Tls | None:
     """The ``Tls`` for a device's argument ``tls``; ``None`` if it is off."""
-    check(tls)
     if not tls:
         return None
     from .handshake import Tls  # compiles more kernels

@@ -26,12 +26,7 @@ class Watch:
     """The thread that takes completions while every waiter sleeps, and looks for failures. It runs from ``start`` to ``stop``.
     Any thread enters and drops queue pairs."""
 
-    def __init__(
-        self,
-        device: Any,
-        context: Context,
-        queues: Queues,
-    ) -> None:
+    def __init__(self, device: Any, context: Context, queues: Queues) -> None:
         """``device``: the ``VerbsDevice``."""
         self._device, self._context, self._queues = device, context, queues
         self._guard: Guard = device.guard
