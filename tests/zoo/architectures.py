@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as hf
 from torch import nn
@@ -45,8 +46,9 @@ HEADS: tuple[dict[str, Any], ...] = (
 OPTIONAL = {"sliding_window", "q_lora_rank", "attention_window_size"}
 """What stays ``None`` where it is that."""
 LARGE = 1 << 24
-"""Parameters that are too many. Those of ``NEVER_SMALL`` are many whatever the configuration says."""
-NEVER_SMALL = {"perceiver", "luke", "blt"}
+"""Parameters that are too many."""
+NEVER_SMALL = {"perceiver", "luke", "blt", "rwkv"}
+"""What is large whatever the configuration says, or does not run then."""
 
 
 def shrink(config: Any, heads: dict[str, Any]) -> Any:
@@ -80,7 +82,11 @@ def _classes(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _signal(name: str, *shape: int) -> Callable[[int], Batch]:
-    return lambda n: ((), {name: torch.randn(2, *shape)})
+    def batch(n: int) -> Batch:
+        np.random.seed(n)  # models of sound draw from it what they mask
+        return (), {name: torch.randn(2, *shape)}
+
+    return batch
 
 
 def _mask(ids: torch.Tensor) -> torch.Tensor:
