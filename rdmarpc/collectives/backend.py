@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..base import forked, here
+from ..base.elsewhere import lies_elsewhere, refuse
 from ..options import RpcBackendOptions
-from ..places import RemoteTensor, refuse
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
 from . import calls
 from .engine import Engine
@@ -175,7 +175,7 @@ class ProcessGroup(_Group):
         if plain(tensor):
             return calls.all_reduce(tensor, sum_of(opts.reduceOp, tensor.dtype)), [tensor], None, (), True
         ends = Ends(self.staging)
-        if tensor.layout is torch.sparse_coo and tensor.is_cpu and type(tensor) is not RemoteTensor:
+        if tensor.layout is torch.sparse_coo and tensor.is_cpu and not lies_elsewhere(tensor):
             return calls.all_reduce_sparse(tensor, opts.reduceOp), [tensor], ends, (), True
         return self._summed(ends, tensor, opts), [tensor], ends, (), True
 
@@ -423,7 +423,7 @@ class ProcessGroup(_Group):
         return self._receive(_one(tensors), -1, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
-        if type(tensor) is RemoteTensor:
+        if lies_elsewhere(tensor):
             raise NotSupported("recv cannot write a tensor that lies at a worker", hint="give it a plain tensor")
         written("recv_", (tensor,))
         if plain(tensor) and not torch.autograd._profiler_enabled():

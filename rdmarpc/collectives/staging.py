@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch
 
+from ..base.elsewhere import lies_elsewhere
 from ..message.layout import span
-from ..places import RemoteTensor
 from ..transport import NOT_READY, Device, Event, NotSupported, Pins, RdmaError, TransferTimeout, cuda_driver
 
 Flat = torch.Tensor
@@ -55,7 +55,7 @@ def _has_memory(tensor: torch.Tensor, extent: int) -> bool:
     those of ``torch.func``, and those whose storage was given back, or shrunk. A view of a storage that was given back has an
     address."""
     try:
-        if not extent or type(tensor) is RemoteTensor:  # that has a worker's, and goes by way of a copy
+        if not extent or lies_elsewhere(tensor):  # that has a worker's, and goes by way of a copy
             return True
         held = tensor.untyped_storage().nbytes()
         return tensor.data_ptr() != 0 and held >= (tensor.storage_offset() + extent) * tensor.itemsize
@@ -73,7 +73,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def literal(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor holds its values, one after the other. A view may be the conjugate or the negative of what
     lies there; what lies at a worker has no memory here."""
-    return type(tensor) is not RemoteTensor and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return not lies_elsewhere(tensor) and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def writing(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from . import carried as _carried  # noqa: F401  (tensors as arguments of calls)
 from . import replaced as _replaced  # noqa: F401  (names of torch)
 from .devices import device
-from .observing import refuse
 from .recording import Recording, recording
 from .stream import close_streams, stream_to, streams
 from .tensor import RemoteTensor, at_place, bring_home, place_of
@@ -19,7 +18,6 @@ __all__ = [
     "device",
     "place_of",
     "recording",
-    "refuse",
     "stream_to",
     "streams",
     "wrap",

@@ -33,10 +33,3 @@ capture = 0
 """Which capture of a step is under way (``graphed``), or 0: it must see all copies that the step needs, so none from before."""
 copied: list[Any] = []
 """Storages of which it has seen copies."""
-
-
-def refuse(why: str) -> None:
-    """The step does what is no operation of torch: a capture that is under way cannot repeat it."""
-    for each in observers if capture else ():
-        if (told := getattr(each, "refuse", None)) is not None:
-            told(why)

@@ -32,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from ..base import elsewhere
 from ..transport import NotSupported
 from . import autocast, observing, ring
 from .geometry import Geometry, geometry
@@ -224,6 +225,9 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+
+elsewhere.classes.append(RemoteTensor)
 
 
 class RemoteStorage:

@@ -342,6 +342,7 @@ dist.init_process_group("rdmarpc", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(3)
 dist.all_reduce(x)
 assert x.tolist() == [1.0] * 3
+assert not any(name.startswith("rdmarpc.places") for name in sys.modules)  # which replace names of torch
 """
 
 
