@@ -84,7 +84,7 @@ class Watch:
             try:
                 channel.tend()
             except BaseException as error:
-                channel.break_off(error, "keeping a connection alive")
+                device.break_off(channel, error, "keeping a connection alive")
         kernels.progress(self._queues.port)
 
     def _look_for_failures(self) -> None:

@@ -41,7 +41,7 @@ THREADS = {
     "rdmarpc/calls/timeouts.py _run": "guarded for each call",
     "rdmarpc/references/carrier.py _catch_up": "one worker, which is lost then",
     "rdmarpc/message/gpu.py _bury": "guarded for each peer",
-    "rdmarpc/gradients/waves.py _survey": "one backward pass, which fails then",
+    "rdmarpc/references/handle.py run": "one backward pass, which fails then",
     "rdmarpc/places/worker.py _serve": "tells its caller that the stream has ended",
     "rdmarpc/tools/debug.py _print_on": "guarded for each signal",
     "rdmarpc/links/ring.py _open": "one peer's ring; the link is refused then",
