@@ -164,8 +164,8 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     if internal.current is not _internal_rpc_pickler:
         func, args, kwargs = internal.taken_apart(func, args, kwargs)
     future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
-    if (collected := getattr(_thread_local_var, "future_list", None)) is not None:
-        collected.append(future)
+    if "future_list" in _thread_local_var.__dict__:  # ten times as quick as an attribute that is not there
+        _thread_local_var.future_list.append(future)
     return future
 
 
