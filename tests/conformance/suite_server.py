@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -31,9 +32,10 @@ from typing import Any, NoReturn
 FAILED, SKIPPED = 10, 87
 _STEP_S = 0.005
 _DUMP_S = 0.5
+_START_S = 60.0
 
 
-def _run_rank(case: type, test: str, rank: int, folder: Path) -> int:
+def _run_rank(case: type, test: str, rank: int, folder: Path, start: Any) -> int:
     """One rank (in its own process). Returns the exit code."""
     log = os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -48,6 +50,7 @@ def _run_rank(case: type, test: str, rank: int, folder: Path) -> int:
         instance.rank, instance.file_name = rank, str(folder / "store")
         around = getattr(case, "around", None)
         with around(instance, test) if around is not None else contextlib.nullcontext():
+            start.wait(_START_S)  # a test may allow half a second for all ranks to come
             getattr(instance, test)()
     except unittest.SkipTest as reason:
         print(reason)
@@ -90,10 +93,11 @@ def _end(code: int) -> NoReturn:
 def _run_group(case: type, test: str, size: int, limit: float) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="rdmarpc-suite-"))
     children: dict[int, int] = {}
+    start = multiprocessing.get_context("fork").Barrier(size)
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _end(_run_rank(case, test, rank, folder))
+            _end(_run_rank(case, test, rank, folder, start))
         children[pid] = rank
     codes: list[int | None] = [None] * size
     _wait(children, codes, time.monotonic() + limit)
