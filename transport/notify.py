@@ -76,12 +76,16 @@ class Expectation:
     def _wait_on(self, target: int, timeout: float | None, begin: float) -> None:
         """Go on with a wait that has begun then (``time.monotonic``), without consuming anything."""
         channel = self._channel
+        if kernels.load(self._record) < target:
+            channel.check()
 
         def late() -> str:
             return f"{target - kernels.load(self._record)} notification(s) {self.imm} did not come"
 
-        names = {"peer": channel.peer, "device": channel.device.name}
-        wait_done(self._record, target, timeout, channel.port, begin=begin, look=channel.check, late=late, **names)
+        peer, device = channel.peer, channel.device.name
+        wait_done(
+            self._record, target, timeout, channel.port, peer=peer, device=device, begin=begin, look=channel.check, late=late
+        )
 
 
 @interruptible()
@@ -98,16 +102,18 @@ def wait_done(
     late: Callable[[], str] = lambda: "the copy was not done",
 ) -> None:
     """Block until a count has reached ``target``: of ``word``, a record's address. ``begin``: when the wait began
-    (``time.monotonic``), if that was not now. ``look()``, from time to time, may raise why the wait is in vain. Raises
+    (``time.monotonic``), if that was not now. ``look()``, after each part of the wait, may raise why it is in vain.
     ``TransferTimeout`` with the text of ``late()``."""
     deadline = None if timeout is None else (time.monotonic() if begin is None else begin) + seconds(timeout)
     while kernels.load(word) < target:
-        look()
         left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
         if left <= 0:
             hint = "the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does"
             raise TransferTimeout(f"{late()} within {timeout} s", peer=peer, device=device, hint=hint)
-        kernels.wait_count(word, target, kernels.SPIN, min(left, kernels.SLICE_NS), port)
+        if kernels.wait_count(word, target, kernels.SPIN, min(left, kernels.SLICE_NS), port) == kernels.OK:
+            return
+        if kernels.load(word) < target:  # what has come counts, whatever happened since
+            look()
 
 
 class Poller:

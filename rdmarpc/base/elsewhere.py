@@ -1,5 +1,5 @@
-"""Tensors that lie at workers (``places``), and steps that are captured, for rooms that do without both: nothing is imported
-that knows them, and torch is as it was."""
+"""Whether a tensor lies at a worker, and whether a step is captured, for rooms that must not import ``places``: that replaces
+names of torch. ``places`` says so here."""
 
 from __future__ import annotations
 

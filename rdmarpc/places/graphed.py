@@ -326,11 +326,6 @@ class Program:
         events = _needed(capture)
         self._homes = _homes(events)
         self._brought = {event.made for event in events if isinstance(event, Brought)}
-        self._made_at: defaultdict[Stream, list[int]] = defaultdict(list)
-        """What a call makes that no storage here frees."""
-        for number, stream in self._homes.items():
-            if number not in self._brought:
-                self._made_at[stream].append(number)
         ends = self._last_uses(events)
         self._free([("left", number) for number in self._static if ("left", number) not in ends])
         dying = defaultdict(list)
@@ -558,7 +553,11 @@ class Program:
         try:
             return self._replayed(call)
         except BaseException:
-            for stream, numbers in self._made_at.items():
+            made: defaultdict[Stream, list[int]] = defaultdict(list)
+            for number, stream in self._homes.items():
+                if number not in self._brought:  # that is freed by its storage here
+                    made[stream].append(number)
+            for stream, numbers in made.items():
                 stream.owe([ring.FREE, *(call.base + number for number in numbers)], call.places_of(numbers))
             raise
 
