@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from collections.abc import Callable
 
 USAGE = """usage: rdmarpc COMMAND [arguments]
 
@@ -31,12 +33,25 @@ def main() -> None:
         print(USAGE, end="")
         return
     if command in MODULES:
-        importlib.import_module(MODULES[command]).main(arguments)
+        run = importlib.import_module(MODULES[command]).main
+        run(arguments) if command == "run" else _print_by(run, arguments)
         return
     if command != "bench":
         sys.exit(f"rdmarpc: no such command: {command!r}\n\n{USAGE}" if command else USAGE)
     sys.argv = ["rdmarpc bench", *arguments]
     run_bench()
+
+
+def _print_by(run: Callable[[list[str]], None], arguments: list[str]) -> None:
+    """Run a command that prints. Who reads may stop when they have seen enough, as ``head`` does."""
+    try:
+        try:
+            run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at the exit
+        sys.exit(1)
 
 
 def run_bench() -> None:

@@ -301,3 +301,14 @@ def test_all_kernels_are_compiled(capsys):
     files = [path for folder in ("transport", "rdmarpc") for path in (root / folder).rglob("*.py")]
     with_kernels = {str(path) for path in files if "\n@compiled" in path.read_text()}
     assert with_kernels <= {kernel.function.__code__.co_filename for kernel in kernels}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_who_reads_the_page_may_stop(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "rdmarpc", "doctor"]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # before anything is printed
+        process.stdout = None
+        assert process.communicate(timeout=60)[1] == ""
