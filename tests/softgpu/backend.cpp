@@ -257,7 +257,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_ids[s.device_index()] = s.id();
     return before;
   }
-  void* getStreamNativeHandle(const Stream s) const override {
+  void* getStreamNativeHandle(const Stream s) const {  // overrides one that torch 2.10 does not have yet
     return reinterpret_cast<void*>(s.id());
   }
   bool queryStream(const Stream& s) const override {
