@@ -707,19 +707,25 @@ def _form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
     """What is known of a call that was just posted. ``None``: it is asked for what comes out each time."""
-    known = place.known[_grad()].get(tuple(_form(place, op, args, kwargs)[0]))
+    known = place.known.get(_key(_form(place, op, args, kwargs)[0], flags()))
     return None if known is None or known.kind == _ASKED else known
+
+
+def _key(form: list[Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A form with what kernels ask for besides: the grad mode, autocast's dtype and the default dtype."""
+    return (_grad(), *state[-2:], *form)
 
 
 def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator, of this form and with these words, and make what stands for its results."""
-    key = tuple(form)
     place.operations += 1
+    state = flags()
+    key = _key(form, state)
     with place.lock:
-        if (state := flags()) != place.state:
+        if state != place.state:
             place.tell_state(state)
         place.note(op.name)
-        known = place.known[_grad()].get(key)
+        known = place.known.get(key)
         if known is None or known.kind == _ASKED:
             out = _ask(place, op, key, known, words, args, kwargs)
         else:
@@ -826,7 +832,7 @@ def _ask(
         for each in described:
             if each[0] == "t" and each[3] not in operands:
                 Storage(place, each[3], 0)  # freed there: no tensor here stands for it
-        place.known[_grad()][form] = known
+        place.known[form] = known
         return _mixed(op, args, kwargs, tensors, here=True)
     known.single, known.results = single, []
     made: dict[int, int] = {}
@@ -858,9 +864,9 @@ def _ask(
             known.kind, known.result = _ONE, results[0][1:]
         else:
             known.kind = _SEVERAL
-    if place.known_forms() >= _FORMS:
+    if len(place.known) >= _FORMS:
         place.forget_forms()
-    place.known[_grad()][form] = known
+    place.known[form] = known
     return _results(place, known, base, args, kwargs)
 
 
