@@ -124,7 +124,7 @@ class Operator:
         self.plain_view = self.view and not otherwise
         """Whether its results are views of a tensor, which need no post."""
         self.collective = space in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-        special = otherwise or placing or self.collective or self.identity or self.read_here
+        special = otherwise or placing or self.collective or self.read_here
         self.plain = not (special or self.view or self.geometry or self.foreach or self.random)
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)

@@ -540,7 +540,7 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is not None and device.type != "cpu":
         return _to(args[0], device, kwargs) if op.func is aten._to_copy.default else _made_at(device, op, args, kwargs)
-    found = post_here(op, args, kwargs) if not op.identity else _mixed(op, args, kwargs, _tensors((args, kwargs)))
+    found = post_here(op, args, kwargs)
     if op.read_here is None:
         return found
     return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
@@ -662,52 +662,44 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator where its tensors lie. Those that do not lie at one place are moved first (``_mixed``)."""
-    form: list[Any] = [op]
-    words: list[int] = [0, 0, 0]
-    place: Stream | None = None
-    for value, number in zip(args, op.numbers):
-        if type(value) is RemoteTensor:
-            stream = value._handle.stream
-            if stream is not place:
-                if place is not None:
-                    return _mixed(op, args, kwargs, _tensors((args, kwargs)))
-                place = stream
-            form.append(value._meta)
-            words += value._words
-        elif (place := _scan(value, form, words, number, place)) is _ELSEWHERE:
-            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
-    for name, value in kwargs.items():
-        form.append(name)
-        if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
-            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
-    assert place is not None
+    form, words, place = _form(op, args, kwargs, None)
+    if place is _ELSEWHERE:
+        return _mixed(op, args, kwargs, _tensors((args, kwargs)))
     _remember(place)
     return _send(place, op, form, words, args, kwargs)
 
 
 def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator whose tensors all lie at ``place``, if it has any."""
-    return _send(place, op, *_form(place, op, args, kwargs), args, kwargs)
+    form, words, _ = _form(op, args, kwargs, place)
+    return _send(place, op, form, words, args, kwargs)
 
 
-def _form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    """The form of a call, and the words of a post of it: three that are not known yet, then its operands and numbers."""
+def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: Any) -> tuple[list[Any], list[int], Any]:
+    """The form of a call; the words of a post of it, of which three are not known yet; the place of its tensors (``_scan``)."""
     form: list[Any] = [op]
     words: list[int] = [0, 0, 0]
-    for index, (value, number) in enumerate(zip(args, op.numbers)):
-        if op.identity and (first := _first(args, index)) != index:
-            form.append(first)
-        else:
-            _scan(value, form, words, number, place)
+    for value, number in zip(args, op.numbers):
+        if type(value) is RemoteTensor:  # as ``_scan``, for most operands without that call
+            stream = value._handle.stream
+            if stream is not place:
+                if place is not None:
+                    return form, words, _ELSEWHERE
+                place = stream
+            form.append(value._meta)
+            words += value._words
+        elif (place := _scan(value, form, words, number, place)) is _ELSEWHERE:
+            return form, words, place
     for name, value in kwargs.items():
         form.append(name)
-        _scan(value, form, words, name in op.named_numbers, place)
-    return form, words
+        if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
+            return form, words, place
+    return form, words, place
 
 
 def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
     """What is known of a call that was just posted. ``None``: it is asked for what comes out each time."""
-    known = place.known.get(_key(_form(place, op, args, kwargs)[0], flags()))
+    known = place.known.get(_key(_form(op, args, kwargs, place)[0], flags()))
     return None if known is None or known.kind == _ASKED else known
 
 
@@ -788,12 +780,6 @@ def _scan(value: Any, form: list[Any], words: list[int], number: bool, place: An
     return place
 
 
-def _first(args: tuple[Any, ...], index: int) -> int:
-    """Where the tensor ``args[index]`` is for the first time."""
-    value = args[index]
-    return next(i for i, each in enumerate(args) if each is value) if isinstance(value, torch.Tensor) else index
-
-
 def _takes(value: Any, place: Stream, number: bool) -> Any:
     """As the worker is told an argument of a form."""
     kind = type(value)
@@ -819,9 +805,6 @@ def _ask(
             keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
         except TypeError:  # an object of this process, such as weights that were packed
             return _mixed(op, args, kwargs, tensors, here=True)
-        if op.identity:
-            firsts = [_first(args, index) for index in range(len(args))]
-            takes = [each if first == index else ("s", first) for index, (each, first) in enumerate(zip(takes, firsts))]
         known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
     base = next(names) << 20
     single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
