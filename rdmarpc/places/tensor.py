@@ -805,25 +805,43 @@ def _ask(
             keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
         except TypeError:  # an object of this process, such as weights that were packed
             return _mixed(op, args, kwargs, tensors, here=True)
+        if len(place.known) >= _FORMS:
+            place.forget_forms()
         known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
     base = next(names) << 20
-    single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
-    operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
+    known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    place.known[form] = known
     if ("s",) in described:
-        if op.mutable:
-            raise StaysHere(f"{op.name}: what it gives cannot lie at a worker")
-        for each in described:
-            if each[0] == "t" and each[3] not in operands:
-                Storage(place, each[3], 0)  # freed there: no tensor here stands for it
-        place.known[form] = known
-        return _mixed(op, args, kwargs, tensors, here=True)
-    known.single, known.results = single, []
+        return _stays_here(place, op, described, tensors, args, kwargs)
+    if any(kind == "v" for kind, *_ in described):
+        values = [decode(value) for _, value in described]
+        return values[0] if known.single else values
+    known.results = _recipes(op, tensors, described)
+    if is_new:
+        known.kind = _kind(op, known, tensors, args, kwargs)
+    return _results(place, known, base, args, kwargs)
+
+
+def _stays_here(place: Stream, op: Operator, described: list[Any], tensors: list[Any], args: Any, kwargs: Any) -> Any:
+    """One of the results cannot lie at the worker: the operator runs here, if nothing was written there."""
+    if op.mutable:
+        raise StaysHere(f"{op.name}: what it gives cannot lie at a worker")
+    operands = {tensor._handle.name for tensor in tensors}
+    for each in described:
+        if each[0] == "t" and each[3] not in operands:
+            Storage(place, each[3], 0)  # freed there: no tensor here stands for it
+    return _mixed(op, args, kwargs, tensors, here=True)
+
+
+def _recipes(op: Operator, tensors: list[Any], described: list[Any]) -> list[Any]:
+    """How each result is made: ("new", bytes, geometry, offset), or over the memory of an operand or of an earlier result
+    ("operand" or "result", which one, geometry, offset); ``None`` for none."""
+    operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
+    found: list[Any] = []
     for index, told in enumerate(described):
-        if told[0] == "v":
-            return decode(told[1]) if single else [decode(each[1]) for each in described]
         if told[0] == "n":
-            known.results.append(None)
+            found.append(None)
             continue
         _, plain, offset, name, nbytes = told
         meta = meta_of(Geometry.of_plain(plain))
@@ -831,26 +849,27 @@ def _ask(
             operand = tensors[operands[name]]
             if op.mutable and op.returned[index] is not None and meta is not operand._meta:
                 raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
-            known.results.append(("operand", operands[name], meta, offset - operand._offset))
+            found.append(("operand", operands[name], meta, offset - operand._offset))
         elif name in made:
-            known.results.append(("result", made[name], meta, offset))
+            found.append(("result", made[name], meta, offset))
         else:
             made[name] = index
-            known.results.append(("new", nbytes, meta, offset))
-    results = known.results
-    metas = [each._meta for each in tensors if type(each) is RemoteTensor] + [told[2] for told in results if told is not None]
-    sparse = not all(meta.strided for meta in metas)
-    if is_new and not sparse and not (op.dynamic and op.sized_by_values(args)) and _sized_by_shapes(op, args, kwargs):
-        if op.mutable and all(where is not None for where in op.returned):
-            known.kind = _WRITTEN
-        elif single and results[0] is not None and results[0][0] == "new":
-            known.kind, known.result = _ONE, results[0][1:]
-        else:
-            known.kind = _SEVERAL
-    if len(place.known) >= _FORMS:
-        place.forget_forms()
-    place.known[form] = known
-    return _results(place, known, base, args, kwargs)
+            found.append(("new", nbytes, meta, offset))
+    return found
+
+
+def _kind(op: Operator, known: Known, tensors: list[Any], args: Any, kwargs: Any) -> int:
+    """How the results of a form are made from now on."""
+    results = [each for each in known.results if each is not None]
+    sparse = any(not meta.strided for meta in (*(each._meta for each in tensors), *(each[2] for each in results)))
+    if sparse or (op.dynamic and op.sized_by_values(args)) or not _sized_by_shapes(op, args, kwargs):
+        return _ASKED
+    if op.mutable and all(where is not None for where in op.returned):
+        return _WRITTEN
+    if known.single and results and results[0][0] == "new":
+        known.result = results[0][1:]
+        return _ONE
+    return _SEVERAL
 
 
 def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
