@@ -453,8 +453,8 @@ class Stream:
 
     # -- tensors that come and go
 
-    def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta, int]:
-        """Copy a strided plain tensor here to the worker: (storage, geometry, offset -1: all of it)."""
+    def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta]:
+        """Copy a strided plain tensor here to the worker, where all of the storage is it."""
         if self.closed is not None:
             self._refuse()
         shape, given = geometry(tensor), tensor
@@ -478,7 +478,7 @@ class Stream:
                 made = Storage(self, name, used, (region, offset, nbytes), shift)
         for each in observing.observers:
             each.brought(self, given, made)
-        return made, meta, -1
+        return made, meta
 
     def place(self, source: Stream | None, nbytes: int) -> tuple[Region, int]:
         """A free place of memory here that ``source`` may write (``None``: this process). Call it with the lock held."""

@@ -396,8 +396,7 @@ def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
     if tensor.layout is not _STRIDED:
         return _rebuilt(tensor, lambda part: _bring(part, place))
     _check_kind(tensor)
-    storage, meta, at = place.bring(tensor)
-    return wrapper(storage, meta, 0, at)
+    return wrapper(*place.bring(tensor), 0, -1)
 
 
 def _home(tensor: RemoteTensor) -> torch.Tensor:
@@ -604,8 +603,8 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         return _mixed(op, args, kwargs, tensors, here=True)
     out = run_here(op, *there) if place is None else post(place, op, *there)
     with torch.no_grad():
-        for original, copy in back:
-            original.copy_(copy)
+        for original, changed in back:
+            original.copy_(changed)
     return _originals(op, out, args, kwargs)
 
 
@@ -631,7 +630,7 @@ def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for tensor in _tensors(written):
             if id(tensor) in copies:
                 tensor.copy_(copies[id(tensor)][1])
-    originals = {id(copy): tensor for tensor, copy in copies.values()}
+    originals = {id(here): tensor for tensor, here in copies.values()}
     return tree_map_only(torch.Tensor, lambda each: originals.get(id(each), each), out)
 
 
