@@ -319,13 +319,15 @@ class Callee:
             answering.context = self.contexts.join(head.context, link.worker)
         if head.places:
             answering.places = link.places[head.places]
-        tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
+        tensors: list[torch.Tensor] = []
+        if frame.flags & LONE:
+            tensors = [unpack_lone(table, data)]
+        elif frame.tensors:
+            tensors = self._tensors(answering, head.grant, table, data)
         parts: list[torch.Tensor] = []
         args: tuple[Any, ...]
         kwargs: dict[str, Any] = {}
         references, context = answering.references, answering.context if head.message else None
-        if frame.flags & LONE:
-            tensors = [unpack_lone(table, data)]
         if context is not None:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
@@ -333,10 +335,8 @@ class Callee:
             if frame.kind == GRADIENTS:
                 gradients = tensors if frame.flags & FLAT else serialize.loads(payload, tensors, references, parts)
                 function, args = deliver, (name, gradients)
-            elif frame.flags & LONE:
-                function, args = self._function(name), tuple(tensors)
             elif frame.flags & FLAT:
-                one = payload == serialize.ONE_TENSOR and bool(tensors)
+                one = bool(tensors) and (frame.flags & LONE or payload == serialize.ONE_TENSOR)
                 function, args = self._function(name), (tensors[0],) if one else serialize.load_flat(payload, tensors)
             elif frame.flags & REFERENCE:
                 args, kwargs = serialize.loads(payload, tensors, references, parts)
@@ -416,15 +416,15 @@ class Callee:
                 name, result = result
                 result = (result[0] if len(result) == 1 else tuple(result)) if result else None
             whole = type(result) is torch.Tensor and travels(result)
-            known = as_it_lies(result) if whole and result.nbytes <= INLINE_BYTES else None
-            if known is not None and known.nbytes <= INLINE_BYTES:
+            lone = as_it_lies(result) if whole and result.nbytes <= INLINE_BYTES else None
+            if lone is not None and lone.nbytes <= INLINE_BYTES:
                 flags |= LONE | FLAT
-                data = string_at(result.data_ptr(), known.nbytes)
+                data = string_at(result.data_ptr(), lone.nbytes)
                 if context is not None:
                     message = context.send(link.worker, (result,))
-                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, (name, b"", known.text, data)):
+                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, (name, b"", lone.text, data)):
                     return
-                out = Outgoing(known.text, data, 1, [])
+                out = Outgoing(lone.text, data, 1, [])
             elif result is None and context is None:
                 flags, payload, out = flags | FLAT, serialize.NONE, NOTHING
             else:
