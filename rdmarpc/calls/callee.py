@@ -76,7 +76,7 @@ class Answering:
 
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     request: Fetch | None = None
-    """The request as it was held, with the data that was READ for it; ``None`` if it was not held."""
+    """The READs of a request that was held, or that did not come with its frame alone; else ``None``."""
     references: list[Fork] | None = None
     """The references that came with its arguments, if there are any."""
     body: Body | None = None
@@ -191,7 +191,7 @@ class Callee:
             observer.serving(answering)
         try:
             try:
-                plain = first and flags & FLAT and not flags & (BULK | REMOTE)
+                plain = first and flags & FLAT and not flags & (AWAY | REMOTE)
                 if not (plain or self._prepare(answering)):
                     return
                 answer = self._run(answering, streams)
@@ -219,24 +219,25 @@ class Callee:
         """Have all of a request here, its body and what its references refer to. ``False``: it goes on when these are
         confirmed."""
         link, frame, request = answering.link, answering.frame, answering.request
-        if frame.flags & BULK:
-            whole = reads.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
-            frame = answering.frame = whole._replace(flags=frame.flags & ~BULK)
-            if frame.flags & REMOTE:
-                answering.rref = created(frame)[0]
-                self._introduce(link, frame)
-        elif frame.flags & REMOTE:
+        known = not frame.flags & BULK
+        if frame.flags & AWAY:
+            request = answering.request = request or Fetch(link, frame)
+            request.read(self.memory, None)
+            frame = answering.frame = request.whole()
+        if frame.flags & REMOTE:
             answering.rref = created(frame)[0]
-        if request is not None:
+            if not known:
+                self._introduce(link, frame)
+        if not frame.flags & FLAT and answering.references is None:
+            answering.body = request_body(frame)
+            payload = answering.body[1]
+            if payload[0] == serialize.MARK:
+                answering.references = self.rrefs.adopt(link.worker, payload)
+                if self.rrefs.hold(answering.references, partial(self._resume, answering)):
+                    return False
+        if request is not None:  # its references were taken, whatever became of the rest
             request.check()
-        if frame.flags & FLAT or answering.references is not None:
-            return True
-        answering.body = request_body(frame)
-        payload = answering.body[1]
-        if payload[0] != serialize.MARK:
-            return True
-        answering.references = self.rrefs.adopt(link.worker, payload)
-        return not self.rrefs.hold(answering.references, partial(self._resume, answering))
+        return True
 
     def _resume(self, answering: Answering, error: Exception | None = None) -> None:
         """The references among the arguments are confirmed by their owners, or (``error``) one of them never will be."""
@@ -352,15 +353,10 @@ class Callee:
     def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytearray) -> list[torch.Tensor]:
         link, request = answering.link, answering.request
         landing = self.promises.take(link, grant) if grant else None
-        ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
-        if request is not None and request.runs is not None:
-            ahead = request.take()
-        count = answering.frame.tensors
-        tensors, answering.sizes, was_read = unpack(
-            table, data, count, self.memory, link.channel, landing, link.places, ahead=ahead
-        )
-        if was_read:
+        runs = request.take() if request is not None and request.runs is not None else []
+        if runs:
             link.count_read()
+        tensors, answering.sizes = unpack(table, data, answering.frame.tensors, link.channel, landing, link.places, runs)
         return tensors
 
     def _function(self, name: bytes) -> Any:

@@ -26,7 +26,6 @@ from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
 from ..gradients.waves import deliver
-from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -440,18 +439,15 @@ class Caller:
         return self._decode(pending, answer)
 
     def _decode(self, pending: Pending, answer: Answer) -> Any:
-        fetch = None
-        if not isinstance(answer, Frame):
-            if isinstance(answer, Exception):
-                raise fresh(answer)
-            if isinstance(answer.error, ArenaFull):
-                self._read_rest(pending, answer)
-            fetch, answer = answer, answer.frame
-        flags = answer.flags
-        frame = self._whole(pending, answer, fetch) if flags & BULK else answer
+        if isinstance(answer, Exception):
+            raise fresh(answer)
+        runs: list[torch.Tensor] = []
+        if isinstance(answer, Fetch) or answer.flags & AWAY:
+            frame, runs = self._read(pending, answer if isinstance(answer, Fetch) else Fetch(pending.link, answer))
+        else:
+            frame = answer
+        flags = frame.flags
         if frame.kind == ERROR:
-            if flags & (READS | BULK):
-                tell(pending.link, RELEASE, pending.call)
             raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
@@ -474,9 +470,11 @@ class Caller:
         tensors: list[torch.Tensor] = []
         if flags & LONE:
             tensors = [unpack_lone(table, data)]
-        elif frame.tensors or flags & (READS | BULK):
-            tensors = self._tensors(pending, frame, table, data, fetch)
-        if not frame.tensors:
+        elif frame.tensors:
+            tensors, came = unpack(table, data, frame.tensors, link.channel, pending.landing, link.places, runs)
+            if table[0] != HANDED:  # that says nothing of calls to come
+                link.grants.expect_result(pending.key, came)
+        else:
             link.grants.expect_result(pending.key, ())
         if context is not None:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
@@ -498,59 +496,30 @@ class Caller:
             context.attach(link.worker, head.message + 1, parts)
         return (frame.body[: frame.function], value) if frame.function else value
 
+    def _read(self, pending: Pending, fetch: Fetch) -> tuple[Frame, list[torch.Tensor]]:
+        """An answer of which not everything came with its frame, and its runs. The callee is told when all that it left for us
+        in its memory has been READ, or will not be."""
+        if isinstance(fetch.error, ArenaFull):
+            self._read_rest(pending, fetch)
+        try:
+            fetch.read(self.post.memory, _deadline(pending))
+            frame, runs = fetch.whole(), fetch.take()
+        finally:
+            tell(pending.link, RELEASE, pending.call)
+        if runs:
+            pending.link.count_read()
+        return frame, runs
+
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
         """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
         answer that nobody wants any more for memory only): then it is taken when it is here."""
         try:
-            fetch.finish(self.post.memory, _deadline(pending), patient=not pending.expired)
+            fetch.finish(self.post.memory, _deadline(pending), 0.0 if pending.expired else pending.deadline)
         except TransferTimeout:
             pending.expired = True
             self.expired[pending.call] = pending
             fetch.run_on(partial(self._arrived, pending, fetch))
             raise pending.timed_out() from None
-
-    def _whole(self, pending: Pending, frame: Frame, fetch: Fetch | None) -> Frame:
-        """The frame with its whole body, which had to be READ because it did not fit the frame."""
-        try:
-            if fetch is None:
-                return reads.fetch(frame, self.post.memory, pending.link, _deadline(pending))
-            return fetch.whole(self.post.memory)
-        except BaseException:
-            tell(pending.link, RELEASE, pending.call)
-            raise
-
-    def _tensors(
-        self, pending: Pending, frame: Frame, table: bytes, data: bytearray, fetch: Fetch | None
-    ) -> list[torch.Tensor]:
-        """The tensors of an answer. The callee is told when all that it left for us in its memory has been READ, or will not
-        be."""
-        link, was_read = pending.link, False
-        tensors: list[torch.Tensor] = []
-        sizes: tuple[int, ...] = ()
-        try:
-            if frame.tensors:
-                ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
-                if fetch is not None:
-                    ahead = fetch.take()
-                tensors, sizes, was_read = unpack(
-                    table,
-                    data,
-                    frame.tensors,
-                    self.post.memory,
-                    link.channel,
-                    pending.landing,
-                    link.places,
-                    None if pending.expired else pending.deadline,
-                    ahead,
-                )
-        finally:
-            if frame.flags & (READS | BULK):
-                tell(link, RELEASE, pending.call)
-        if was_read:
-            link.count_read()
-        if frame.tensors and table[0] != HANDED:  # that says nothing of calls to come
-            link.grants.expect_result(pending.key, sizes)
-        return tensors
 
     # -- giving up
 

@@ -61,37 +61,13 @@ def leave(parts: Parts, tensors: int, memory: Memory, link: Link, deadline: floa
     return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
 
 
-def fetch(frame: Frame, memory: Memory, link: Link, deadline: float | None = None) -> Frame:
-    """The frame with its body, READ from the sender if it did not fit."""
-    if not frame.flags & BULK:
-        return frame
-    body, place = _place_of(frame, memory, link, deadline)
-    link.channel.memcpy(body, place).wait()
-    return _filled(frame, body, link)
-
-
-def _place_of(frame: Frame, memory: Memory, link: Link, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
-    """Memory for a body that did not fit its frame, and where the sender has it."""
-    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)[:4]), deadline)
-    return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
-
-
-def _filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
-    """The frame with its body, which was READ."""
-    function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
-    link.count_read()
-    content, data = body.numpy(), function + payload + table
-    inner, rest = content[:data].tobytes(), bytearray(content[data:])
-    return frame._replace(tensors=tensors, function=function, payload=payload, table=table, body=inner, data=rest)
-
-
 _WITHOUT_WAITING = SimpleNamespace(empty=lambda channel, nbytes, deadline: channel.pool.run(nbytes))
 """Memory for messages (``tensors.Memory``), for threads that must not wait for it: ``ArenaFull`` if there is none."""
 
 
 class Fetch:
-    """The READs of one message. ``ready``: all of it is here, or never will be. ``runs``: the large tensors that were READ
-    ahead; ``None``: they are READ where they are unpacked. ``error``: why something could not be READ.
+    """The READs of one message. ``ready``: all of it is here, or never will be, or it is to be READ at once (``read``).
+    ``runs``: the large tensors, once they are READ. ``error``: why something could not be READ.
 
     A READ owns its memory until it has ended, even if nobody wants the message any more."""
 
@@ -135,25 +111,36 @@ class Fetch:
         assert self._work is not None
         self._work.then(partial(self.run, over))
 
-    def finish(self, memory: Memory, deadline: float | None, *, patient: bool) -> None:
-        """Do the READs for which there was no memory before. Waits for memory as ``memory`` does, and, if ``patient``, for the
-        data until the ``deadline``. Raises ``TransferTimeout`` if a READ is still under way."""
+    def read(self, memory: Memory, deadline: float | None) -> None:
+        """Do all READs, and wait for them, unless that was tried before. Waits for memory as ``memory`` does."""
+        if self.runs is None and self.error is None:
+            self.finish(memory, deadline, None)
+
+    def finish(self, memory: Memory, deadline: float | None, until: float | None) -> None:
+        """Do the READs that are left. Waits for memory as ``memory`` does, and for the data until then (``time.monotonic``;
+        ``None``: without limit). Raises ``TransferTimeout`` if a READ is still under way."""
         while (work := self.advance(memory, deadline)) is not None:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                work.wait(left if patient else 0.0)
+                work.wait(None if until is None else max(0.0, until - time.monotonic()))
             except TransferTimeout:
                 raise
             except RdmaError:
                 pass  # it is kept, by ``advance``
 
-    def whole(self, memory: Memory) -> Frame:
+    def whole(self) -> Frame:
         """The frame with its body. Raises why that did not come."""
-        if self._body is not None:
-            self.frame, self._body = _filled(self.frame, self._body, self._link), None
-        elif self.runs is None:
+        frame, body = self.frame, self._body
+        if not frame.flags & BULK:
+            return frame
+        if body is None:
             self.check()
-            self.frame = fetch(self.frame, memory, self._link)
+            raise RdmaError("a message was used before its body was READ")
+        function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
+        self._link.count_read()
+        content, data = body.numpy(), function + payload + table
+        parts = {"function": function, "payload": payload, "table": table, "body": content[:data].tobytes()}
+        self.frame = frame._replace(flags=frame.flags & ~BULK, tensors=tensors, data=bytearray(content[data:]), **parts)
+        self._body = None
         return self.frame
 
     def take(self) -> list[torch.Tensor]:
@@ -173,8 +160,8 @@ class Fetch:
         link, frame = self._link, self.frame
         if self.runs is None:
             if frame.flags & BULK and self._body is None:
-                self._under_way, place = _place_of(frame, memory, link, deadline)
-                return link.channel.memcpy(self._under_way, place)
+                self._under_way = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)[:4]), deadline)
+                return link.channel.memcpy(self._under_way, RemoteRegion.load(frame.body[_LENGTHS.size :]))
             if not frame.flags & READS:
                 self.runs = []
                 return None
