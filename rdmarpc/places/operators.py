@@ -105,8 +105,6 @@ class Operator:
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
         self.raises_versions = bare.startswith("_foreach_") and self.mutable
         """Whether its kernel, not autograd, raises the version of what it writes."""
-        kinds = {str(r.type) for r in returns}
-        self.value = bool(kinds - {"Tensor", "List[Tensor]", "Optional[Tensor]"})
         self.dynamic = _TAGS.dynamic_output_shape in tags or _TAGS.data_dependent_output in tags or base in _VALUE_SIZED
         self.dynamic |= self.name in _VALUE_SIZED
         self.random = _TAGS.nondeterministic_seeded in tags
