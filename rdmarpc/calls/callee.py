@@ -219,14 +219,14 @@ class Callee:
         """Have all of a request here, its body and what its references refer to. ``False``: it goes on when these are
         confirmed."""
         link, frame, request = answering.link, answering.frame, answering.request
-        known = not frame.flags & BULK
+        introduced = not frame.flags & BULK  # when it came
         if frame.flags & AWAY:
             request = answering.request = request or Fetch(link, frame)
             request.read(self.memory, None)
             frame = answering.frame = request.whole()
         if frame.flags & REMOTE:
             answering.rref = created(frame)[0]
-            if not known:
+            if not introduced:
                 self._introduce(link, frame)
         if not frame.flags & FLAT and answering.references is None:
             answering.body = request_body(frame)
@@ -291,7 +291,8 @@ class Callee:
         if inner is not None:
             if isinstance(answer[0], torch._C.Future):
                 # Nobody needs these meanwhile.
-                answering.function, answering.frame = None, frame._replace(body=b"", data=bytearray())
+                answering.function = answering.request = None
+                answering.frame = frame._replace(body=b"", data=bytearray())
                 del frame
                 future = answer.pop()
                 later = partial(self._reply_later, answering, known(future))
@@ -324,7 +325,9 @@ class Callee:
         if frame.flags & LONE:
             tensors = [unpack_lone(table, data)]
         elif frame.tensors:
-            tensors = self._tensors(answering, head.grant, table, data)
+            landing = self.promises.take(link, head.grant) if head.grant else None
+            runs = [] if answering.request is None else answering.request.take()
+            tensors, answering.sizes = unpack(table, data, frame.tensors, link.channel, landing, link.places, runs)
         parts: list[torch.Tensor] = []
         args: tuple[Any, ...]
         kwargs: dict[str, Any] = {}
@@ -349,15 +352,6 @@ class Callee:
         if context is not None and parts:
             context.attach(link.worker, head.message + 1, parts)
         return function, args, kwargs
-
-    def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytearray) -> list[torch.Tensor]:
-        link, request = answering.link, answering.request
-        landing = self.promises.take(link, grant) if grant else None
-        runs = request.take() if request is not None and request.runs is not None else []
-        if runs:
-            link.count_read()
-        tensors, answering.sizes = unpack(table, data, answering.frame.tensors, link.channel, landing, link.places, runs)
-        return tensors
 
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)

@@ -503,12 +503,9 @@ class Caller:
             self._read_rest(pending, fetch)
         try:
             fetch.read(self.post.memory, _deadline(pending))
-            frame, runs = fetch.whole(), fetch.take()
+            return fetch.whole(), fetch.take()
         finally:
             tell(pending.link, RELEASE, pending.call)
-        if runs:
-            pending.link.count_read()
-        return frame, runs
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
         """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an

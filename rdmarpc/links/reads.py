@@ -146,8 +146,9 @@ class Fetch:
     def take(self) -> list[torch.Tensor]:
         """The runs, once. Raises why they could not be READ."""
         self.check()
-        assert self.runs is not None
-        runs, self.runs = self.runs, []
+        runs, self.runs = self.runs or [], []
+        if runs:
+            self._link.count_read()
         return runs
 
     def check(self) -> None:
