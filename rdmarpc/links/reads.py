@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -71,17 +71,16 @@ class Fetch:
 
     A READ owns its memory until it has ended, even if nobody wants the message any more."""
 
-    __slots__ = ("_body", "_link", "_place", "_under_way", "_word", "_work", "error", "frame", "ready", "runs")
+    __slots__ = ("_body", "_link", "_memory", "_steps", "_work", "error", "frame", "ready", "runs")
+    _memory: tuple[Memory, float | None]
 
     def __init__(self, link: Link, frame: Frame) -> None:
         self._link, self.frame = link, frame
         self.ready = not (frame.flags & AWAY and link.channel.reads_take_peer)
         self.runs: list[torch.Tensor] | None = None
         self.error: BaseException | None = None
-        self._under_way: torch.Tensor | None = None  # the body, until it is here
         self._body: torch.Tensor | None = None
-        self._place: RemoteRegion | None = None  # of the word of a request that is recallable, until it is READ
-        self._word: torch.Tensor | None = None
+        self._steps: Iterator[Work] | None = None
         self._work: Work | None = None
 
     def advance(self, memory: Memory, deadline: float | None = None) -> Work | None:
@@ -90,12 +89,11 @@ class Fetch:
         try:
             if self._work is not None:
                 self._work.wait()
-                if self._under_way is not None:
-                    self._body, self._under_way = self._under_way, None
-            self.error = None
-            self._work = self._next(memory, deadline)
+            self.error, self._memory = None, (memory, deadline)
+            self._steps = self._steps or self._reads()
+            self._work = next(self._steps, None)
         except BaseException as error:
-            self._work, self._under_way, self.error = None, None, bare(error)  # kept, so without frames
+            self._work, self._steps, self.error = None, None, bare(error)  # kept, so without frames
         self.ready = self._work is None
         return self._work
 
@@ -156,33 +154,35 @@ class Fetch:
         if self.error is not None:
             raise fresh(self.error)
 
-    def _next(self, memory: Memory, deadline: float | None) -> Work | None:
-        """The body, then the runs, then the word of a recallable request, which is looked at when it is here."""
-        link, frame = self._link, self.frame
-        if self.runs is None:
-            if frame.flags & BULK and self._body is None:
-                self._under_way = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)[:4]), deadline)
-                return link.channel.memcpy(self._under_way, RemoteRegion.load(frame.body[_LENGTHS.size :]))
-            if not frame.flags & READS:
-                self.runs = []
-                return None
+    def _reads(self) -> Iterator[Work]:
+        """The body, unless it is here, then the runs, then the word of a recallable request, which is looked at when it is
+        here."""
+        channel, frame, lengths = self._link.channel, self.frame, None
+        if frame.flags & BULK:
+            lengths = _LENGTHS.unpack_from(frame.body)
+            if self._body is None:
+                body = self._empty(sum(lengths[:4]))
+                yield channel.memcpy(body, RemoteRegion.load(frame.body[_LENGTHS.size :]))
+                self._body = body
+        runs: list[torch.Tensor] = []
+        if frame.flags & READS:
             table, tensors = frame.body[frame.function + frame.payload :], frame.tensors
-            if self._body is not None:
-                function, payload, nbytes, _, tensors = _LENGTHS.unpack_from(frame.body)
-                table = self._body[function + payload : function + payload + nbytes].numpy().tobytes()
-            places, self._place = to_read(table, tensors)
-            runs = [memory.empty(link.channel, nbytes, deadline) for nbytes, _ in places]
-            work = link.channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
-            self.runs = runs
-            return work
-        if self._place is not None:
-            self._word = memory.empty(link.channel, WORD_BYTES, deadline)
-            place, self._place = self._place, None
-            return link.channel.memcpy(self._word, place)
-        word, self._word = self._word, None
-        if word is not None:
-            check_wanted(word)
-        return None
+            if lengths is not None and self._body is not None:
+                function, payload, size, _, tensors = lengths
+                table = self._body[function + payload : function + payload + size].numpy().tobytes()
+            places, word_place = to_read(table, tensors)
+            runs = [self._empty(nbytes) for nbytes, _ in places]
+            yield channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
+            if word_place is not None:
+                word = self._empty(WORD_BYTES)
+                yield channel.memcpy(word, word_place)
+                check_wanted(word)
+        self.runs = runs
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        memory, deadline = self._memory
+        found: torch.Tensor = memory.empty(self._link.channel, nbytes, deadline)
+        return found
 
 
 def hold(server: Any, link: Link, frame: Frame) -> None:
