@@ -76,7 +76,7 @@ class Answering:
 
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     request: Fetch | None = None
-    """The request as it was held, with the data that was READ for it; ``None`` if it was not held."""
+    """The READs of a request that was held, or that did not come with its frame alone; else ``None``."""
     references: list[Fork] | None = None
     """The references that came with its arguments, if there are any."""
     body: Body | None = None
@@ -191,7 +191,7 @@ class Callee:
             observer.serving(answering)
         try:
             try:
-                plain = first and flags & FLAT and not flags & (BULK | REMOTE)
+                plain = first and flags & FLAT and not flags & (AWAY | REMOTE)
                 if not (plain or self._prepare(answering)):
                     return
                 answer = self._run(answering, streams)
@@ -219,24 +219,25 @@ class Callee:
         """Have all of a request here, its body and what its references refer to. ``False``: it goes on when these are
         confirmed."""
         link, frame, request = answering.link, answering.frame, answering.request
-        if frame.flags & BULK:
-            whole = reads.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
-            frame = answering.frame = whole._replace(flags=frame.flags & ~BULK)
-            if frame.flags & REMOTE:
-                answering.rref = created(frame)[0]
-                self._introduce(link, frame)
-        elif frame.flags & REMOTE:
+        introduced = not frame.flags & BULK  # when it came
+        if frame.flags & AWAY:
+            request = answering.request = request or Fetch(link, frame)
+            request.read(self.memory, None)
+            frame = answering.frame = request.whole()
+        if frame.flags & REMOTE:
             answering.rref = created(frame)[0]
-        if request is not None:
+            if not introduced:
+                self._introduce(link, frame)
+        if not frame.flags & FLAT and answering.references is None:
+            answering.body = request_body(frame)
+            payload = answering.body[1]
+            if payload[0] == serialize.MARK:
+                answering.references = self.rrefs.adopt(link.worker, payload)
+                if self.rrefs.hold(answering.references, partial(self._resume, answering)):
+                    return False
+        if request is not None:  # its references were taken, whatever became of the rest
             request.check()
-        if frame.flags & FLAT or answering.references is not None:
-            return True
-        answering.body = request_body(frame)
-        payload = answering.body[1]
-        if payload[0] != serialize.MARK:
-            return True
-        answering.references = self.rrefs.adopt(link.worker, payload)
-        return not self.rrefs.hold(answering.references, partial(self._resume, answering))
+        return True
 
     def _resume(self, answering: Answering, error: Exception | None = None) -> None:
         """The references among the arguments are confirmed by their owners, or (``error``) one of them never will be."""
@@ -290,7 +291,8 @@ class Callee:
         if inner is not None:
             if isinstance(answer[0], torch._C.Future):
                 # Nobody needs these meanwhile.
-                answering.function, answering.frame = None, frame._replace(body=b"", data=bytearray())
+                answering.function = answering.request = None
+                answering.frame = frame._replace(body=b"", data=bytearray())
                 del frame
                 future = answer.pop()
                 later = partial(self._reply_later, answering, known(future))
@@ -319,13 +321,17 @@ class Callee:
             answering.context = self.contexts.join(head.context, link.worker)
         if head.places:
             answering.places = link.places[head.places]
-        tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
+        tensors: list[torch.Tensor] = []
+        if frame.flags & LONE:
+            tensors = [unpack_lone(table, data)]
+        elif frame.tensors:
+            landing = self.promises.take(link, head.grant) if head.grant else None
+            runs = [] if answering.request is None else answering.request.take()
+            tensors, answering.sizes = unpack(table, data, frame.tensors, link.channel, landing, link.places, runs)
         parts: list[torch.Tensor] = []
         args: tuple[Any, ...]
         kwargs: dict[str, Any] = {}
         references, context = answering.references, answering.context if head.message else None
-        if frame.flags & LONE:
-            tensors = [unpack_lone(table, data)]
         if context is not None:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
@@ -333,10 +339,8 @@ class Callee:
             if frame.kind == GRADIENTS:
                 gradients = tensors if frame.flags & FLAT else serialize.loads(payload, tensors, references, parts)
                 function, args = deliver, (name, gradients)
-            elif frame.flags & LONE:
-                function, args = self._function(name), tuple(tensors)
             elif frame.flags & FLAT:
-                one = payload == serialize.ONE_TENSOR and bool(tensors)
+                one = bool(tensors) and (frame.flags & LONE or payload == serialize.ONE_TENSOR)
                 function, args = self._function(name), (tensors[0],) if one else serialize.load_flat(payload, tensors)
             elif frame.flags & REFERENCE:
                 args, kwargs = serialize.loads(payload, tensors, references, parts)
@@ -348,20 +352,6 @@ class Callee:
         if context is not None and parts:
             context.attach(link.worker, head.message + 1, parts)
         return function, args, kwargs
-
-    def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytearray) -> list[torch.Tensor]:
-        link, request = answering.link, answering.request
-        landing = self.promises.take(link, grant) if grant else None
-        ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
-        if request is not None and request.runs is not None:
-            ahead = request.take()
-        count = answering.frame.tensors
-        tensors, answering.sizes, was_read = unpack(
-            table, data, count, self.memory, link.channel, landing, link.places, ahead=ahead
-        )
-        if was_read:
-            link.count_read()
-        return tensors
 
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)
@@ -416,15 +406,15 @@ class Callee:
                 name, result = result
                 result = (result[0] if len(result) == 1 else tuple(result)) if result else None
             whole = type(result) is torch.Tensor and travels(result)
-            known = as_it_lies(result) if whole and result.nbytes <= INLINE_BYTES else None
-            if known is not None and known.nbytes <= INLINE_BYTES:
+            lone = as_it_lies(result) if whole and result.nbytes <= INLINE_BYTES else None
+            if lone is not None and lone.nbytes <= INLINE_BYTES:
                 flags |= LONE | FLAT
-                data = string_at(result.data_ptr(), known.nbytes)
+                data = string_at(result.data_ptr(), lone.nbytes)
                 if context is not None:
                     message = context.send(link.worker, (result,))
-                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, (name, b"", known.text, data)):
+                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, (name, b"", lone.text, data)):
                     return
-                out = Outgoing(known.text, data, 1, [])
+                out = Outgoing(lone.text, data, 1, [])
             elif result is None and context is None:
                 flags, payload, out = flags | FLAT, serialize.NONE, NOTHING
             else:

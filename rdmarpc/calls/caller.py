@@ -26,7 +26,6 @@ from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
 from ..gradients.record import unbound
 from ..gradients.waves import deliver
-from ..links import reads
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -80,40 +79,47 @@ _CALL = ("function", "args", "kwargs")
 _GRADIENTS = b"gradients"
 _WITH_LONE = LONE | HEAD | BULK
 
-_Pickled = tuple[bytes | str, bytes, int, list[torch.Tensor], list[torch.Tensor]]
-"""A call as it is sent: what it is in signatures (``grants``); payload; flags; tensors beside the payload, and those that
-require grad and travel in it."""
+_Pickled = tuple[int, bytes, bytes | str, bytes, int, Sequence[torch.Tensor], list[torch.Tensor], tuple[bytes, bytes] | None]
+"""A call as it is sent: kind of frame; function by reference, if it travels so; what the call is in signatures (``grants``);
+payload; flags; tensors beside the payload, and those that require grad and travel in it; with ``LONE``: table and data."""
 
 
-def _pickle(to: int, name: bytes, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
-    """``name``: the function by reference, if it travels so. Raises what pickling raises."""
-    label: bytes | str = name
-    tensors: list[torch.Tensor] | None
-    parts: list[torch.Tensor] = []
+def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
+    """Raises what pickling raises."""
+    label: bytes | str
     if function is deliver:
-        label, payload, tensors = _GRADIENTS, b"", serialize.flat(args)
-        flags |= FLAT
-        if tensors is None:
-            payload, tensors = serialize.dumps(args, to)
-            flags &= ~FLAT
-        return label, payload, flags, tensors, parts
+        kind, label, (name, args) = GRADIENTS, _GRADIENTS, args
+    else:
+        kind, name = REQUEST, serialize.reference(function) or b""
+        label = name
+    parts: list[torch.Tensor] = []
+    only: Any = args[0] if name and len(args) == 1 and not kwargs else None
+    if type(only) is torch.Tensor and travels(only):
+        flags |= FLAT | REFERENCE
+        lone = as_it_lies(only) if only.nbytes <= INLINE_BYTES else None
+        if lone is not None and lone.nbytes <= INLINE_BYTES:  # the short way for the commonest message
+            return kind, name, label, b"", flags | LONE, args, parts, (lone.text, string_at(only.data_ptr(), lone.nbytes))
+        return kind, name, label, serialize.ONE_TENSOR, flags, args, parts, None
+    if hasattr(function, "_names_callee") or not name:
+        label = serialize.label(function, args)
+    tensors: list[torch.Tensor] | None
     if not name:
         if isinstance(function, torch.jit.ScriptFunction):
             script.check(function, args)
-        label = serialize.label(function, args)
         payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts)
-    elif kwargs:
-        payload, tensors = serialize.dumps((args, kwargs), to, _CALL[1:], parts)
-        flags |= REFERENCE
-    elif (tensors := serialize.flat(args)) is not None:
+    elif kind == GRADIENTS:
+        payload, tensors = b"", serialize.flat(args)
+        if tensors is None:
+            payload, tensors = serialize.dumps(args, to)
+        else:
+            flags |= FLAT
+    elif not kwargs and (tensors := serialize.flat(args)) is not None:
         payload = serialize.dump_flat(args)
         flags |= FLAT | REFERENCE
     else:
-        payload, tensors = serialize.dumps((args, {}), to, _CALL[1:], parts)
+        payload, tensors = serialize.dumps((args, kwargs or {}), to, _CALL[1:], parts)
         flags |= REFERENCE
-    if hasattr(function, "_names_callee"):
-        label = serialize.label(function, args)
-    return label, payload, flags, tensors, parts
+    return kind, name, label, payload, flags, tensors, parts, None
 
 
 def _recallable(pending: Pending, out: Outgoing, device: Device, memory: Memory) -> Outgoing:
@@ -206,26 +212,7 @@ class Caller:
         deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
         if context is not None:
             args, kwargs = unbound((args, kwargs))
-        kind, payload, table, data = REQUEST, b"", b"", None
-        tensors: Sequence[torch.Tensor] = ()
-        parts: Sequence[torch.Tensor] = ()
-        label: bytes | str
-        if function is deliver:
-            kind, label, (name, args) = GRADIENTS, _GRADIENTS, args
-        else:
-            name = label = serialize.reference(function) or b""
-        only: Any = args[0] if name and len(args) == 1 and not kwargs else None
-        if type(only) is torch.Tensor and travels(only):
-            known = as_it_lies(only) if only.nbytes <= INLINE_BYTES else None
-            if known is not None and known.nbytes <= INLINE_BYTES:
-                # The short way for the commonest message.
-                table, data = known.text, string_at(only.data_ptr(), known.nbytes)
-                flags |= LONE | FLAT | REFERENCE
-            else:
-                payload, tensors = serialize.ONE_TENSOR, args
-                flags |= FLAT | REFERENCE
-        else:
-            label, payload, flags, tensors, parts = _pickle(link.worker, name, function, args, kwargs, flags)
+        kind, name, label, payload, flags, tensors, parts, lone = _pickle(link.worker, function, args, kwargs, flags)
         call = next(self._calls)
         pending = Pending(self, link, call, timeout)
         now = time.monotonic()
@@ -236,7 +223,7 @@ class Caller:
         pending.control, pending.key = bool(flags & CONTROL), (label, ())
         try:
             out = NOTHING
-            if tensors:
+            if tensors and lone is None:
                 memory = self.post.memory
                 out = pack(tensors, self.device, link.channel, link.grants.take, memory, pending.deadline)
                 pending.key = label, out.sizes
@@ -250,16 +237,16 @@ class Caller:
                 number, message = NO_CONTEXT, 0
                 if context is not None:
                     pending.context, number, pending.recorded = context, context.number, torch.is_grad_enabled()
-                    message = context.send(link.worker, tensors if data is None else args, parts)
+                    message = context.send(link.worker, tensors, parts)
                 payload = request_head(out.grant, rref, fork, len(places), number, message) + places + payload
                 flags |= HEAD
             if future:
                 self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
             self.pending[call] = pending
-            if data is not None:
-                if link.try_send(kind, call, flags, 1, (name, payload, table, data)):
+            if lone is not None:
+                if link.try_send(kind, call, flags, 1, (name, payload, *lone)):
                     return pending
-                out = Outgoing(table, data, 1, [])
+                out = Outgoing(*lone, 1, [])
             if link.waiting > QUEUE_BYTES and not flags & CONTROL:
                 # The peer has not read for a while, and as many requests are queued for it as may be.
                 room = self.progress.wait_for(Room(link), pending.deadline)
@@ -452,18 +439,15 @@ class Caller:
         return self._decode(pending, answer)
 
     def _decode(self, pending: Pending, answer: Answer) -> Any:
-        fetch = None
-        if not isinstance(answer, Frame):
-            if isinstance(answer, Exception):
-                raise fresh(answer)
-            if isinstance(answer.error, ArenaFull):
-                self._read_rest(pending, answer)
-            fetch, answer = answer, answer.frame
-        flags = answer.flags
-        frame = self._whole(pending, answer, fetch) if flags & BULK else answer
+        if isinstance(answer, Exception):
+            raise fresh(answer)
+        runs: list[torch.Tensor] = []
+        if isinstance(answer, Fetch) or answer.flags & AWAY:
+            frame, runs = self._read(pending, answer if isinstance(answer, Fetch) else Fetch(pending.link, answer))
+        else:
+            frame = answer
+        flags = frame.flags
         if frame.kind == ERROR:
-            if flags & (READS | BULK):
-                tell(pending.link, RELEASE, pending.call)
             raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
@@ -483,19 +467,20 @@ class Caller:
         if context is not None and context.ended:
             context = None
         value: Any
+        tensors: list[torch.Tensor] = []
         if flags & LONE:
-            value = unpack_lone(table, data)
-            if context is not None:
-                context.attach(pending.link.worker, head.message, [value])
-            return (frame.body[: frame.function], value) if frame.function else value
-        tensors = self._tensors(pending, frame, table, data, fetch) if frame.tensors or flags & (READS | BULK) else []
-        if not frame.tensors:
-            pending.link.grants.expect_result(pending.key, ())
+            tensors = [unpack_lone(table, data)]
+        elif frame.tensors:
+            tensors, came = unpack(table, data, frame.tensors, link.channel, pending.landing, link.places, runs)
+            if table[0] != HANDED:  # that says nothing of calls to come
+                link.grants.expect_result(pending.key, came)
+        else:
+            link.grants.expect_result(pending.key, ())
         if context is not None:
-            context.attach(pending.link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
+            context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         parts: list[torch.Tensor] = []
         if flags & FLAT:
-            if payload == serialize.ONE_TENSOR and tensors:
+            if tensors and (flags & LONE or payload == serialize.ONE_TENSOR):
                 value = tensors[0]
             else:
                 value = serialize.load_flat_one(payload, tensors) if payload else tuple(tensors)
@@ -508,62 +493,30 @@ class Caller:
             except (AttributeError, ImportError) as error:
                 raise errors.unknown_name(error) from error
         if context is not None and not context.ended:  # unpickling may take long
-            context.attach(pending.link.worker, head.message + 1, parts)
+            context.attach(link.worker, head.message + 1, parts)
         return (frame.body[: frame.function], value) if frame.function else value
+
+    def _read(self, pending: Pending, fetch: Fetch) -> tuple[Frame, list[torch.Tensor]]:
+        """An answer of which not everything came with its frame, and its runs. The callee is told when all that it left for us
+        in its memory has been READ, or will not be."""
+        if isinstance(fetch.error, ArenaFull):
+            self._read_rest(pending, fetch)
+        try:
+            fetch.read(self.post.memory, _deadline(pending))
+            return fetch.whole(), fetch.take()
+        finally:
+            tell(pending.link, RELEASE, pending.call)
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
         """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
         answer that nobody wants any more for memory only): then it is taken when it is here."""
         try:
-            fetch.finish(self.post.memory, _deadline(pending), patient=not pending.expired)
+            fetch.finish(self.post.memory, _deadline(pending), 0.0 if pending.expired else pending.deadline)
         except TransferTimeout:
             pending.expired = True
             self.expired[pending.call] = pending
             fetch.run_on(partial(self._arrived, pending, fetch))
             raise pending.timed_out() from None
-
-    def _whole(self, pending: Pending, frame: Frame, fetch: Fetch | None) -> Frame:
-        """The frame with its whole body, which had to be READ because it did not fit the frame."""
-        try:
-            if fetch is None:
-                return reads.fetch(frame, self.post.memory, pending.link, _deadline(pending))
-            return fetch.whole(self.post.memory)
-        except BaseException:
-            tell(pending.link, RELEASE, pending.call)
-            raise
-
-    def _tensors(
-        self, pending: Pending, frame: Frame, table: bytes, data: bytearray, fetch: Fetch | None
-    ) -> list[torch.Tensor]:
-        """The tensors of an answer. The callee is told when all that it left for us in its memory has been READ, or will not
-        be."""
-        link, was_read = pending.link, False
-        tensors: list[torch.Tensor] = []
-        sizes: tuple[int, ...] = ()
-        try:
-            if frame.tensors:
-                ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
-                if fetch is not None:
-                    ahead = fetch.take()
-                tensors, sizes, was_read = unpack(
-                    table,
-                    data,
-                    frame.tensors,
-                    self.post.memory,
-                    link.channel,
-                    pending.landing,
-                    link.places,
-                    None if pending.expired else pending.deadline,
-                    ahead,
-                )
-        finally:
-            if frame.flags & (READS | BULK):
-                tell(link, RELEASE, pending.call)
-        if was_read:
-            link.count_read()
-        if frame.tensors and table[0] != HANDED:  # that says nothing of calls to come
-            link.grants.expect_result(pending.key, sizes)
-        return tensors
 
     # -- giving up
 

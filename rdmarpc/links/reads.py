@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -61,51 +61,26 @@ def leave(parts: Parts, tensors: int, memory: Memory, link: Link, deadline: floa
     return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
 
 
-def fetch(frame: Frame, memory: Memory, link: Link, deadline: float | None = None) -> Frame:
-    """The frame with its body, READ from the sender if it did not fit."""
-    if not frame.flags & BULK:
-        return frame
-    body, place = _place_of(frame, memory, link, deadline)
-    link.channel.memcpy(body, place).wait()
-    return _filled(frame, body, link)
-
-
-def _place_of(frame: Frame, memory: Memory, link: Link, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
-    """Memory for a body that did not fit its frame, and where the sender has it."""
-    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)[:4]), deadline)
-    return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
-
-
-def _filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
-    """The frame with its body, which was READ."""
-    function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
-    link.count_read()
-    content, data = body.numpy(), function + payload + table
-    inner, rest = content[:data].tobytes(), bytearray(content[data:])
-    return frame._replace(tensors=tensors, function=function, payload=payload, table=table, body=inner, data=rest)
-
-
 _WITHOUT_WAITING = SimpleNamespace(empty=lambda channel, nbytes, deadline: channel.pool.run(nbytes))
 """Memory for messages (``tensors.Memory``), for threads that must not wait for it: ``ArenaFull`` if there is none."""
 
 
 class Fetch:
-    """The READs of one message. ``ready``: all of it is here, or never will be. ``runs``: the large tensors that were READ
-    ahead; ``None``: they are READ where they are unpacked. ``error``: why something could not be READ.
+    """The READs of one message. ``ready``: all of it is here, or never will be, or it is to be READ at once (``read``).
+    ``runs``: the large tensors, once they are READ. ``error``: why something could not be READ.
 
     A READ owns its memory until it has ended, even if nobody wants the message any more."""
 
-    __slots__ = ("_body", "_link", "_place", "_under_way", "_word", "_work", "error", "frame", "ready", "runs")
+    __slots__ = ("_body", "_link", "_memory", "_steps", "_work", "error", "frame", "ready", "runs")
+    _memory: tuple[Memory, float | None]
 
     def __init__(self, link: Link, frame: Frame) -> None:
         self._link, self.frame = link, frame
         self.ready = not (frame.flags & AWAY and link.channel.reads_take_peer)
         self.runs: list[torch.Tensor] | None = None
         self.error: BaseException | None = None
-        self._under_way: torch.Tensor | None = None  # the body, until it is here
         self._body: torch.Tensor | None = None
-        self._place: RemoteRegion | None = None  # of the word of a request that is recallable, until it is READ
-        self._word: torch.Tensor | None = None
+        self._steps: Iterator[Work] | None = None
         self._work: Work | None = None
 
     def advance(self, memory: Memory, deadline: float | None = None) -> Work | None:
@@ -114,12 +89,11 @@ class Fetch:
         try:
             if self._work is not None:
                 self._work.wait()
-                if self._under_way is not None:
-                    self._body, self._under_way = self._under_way, None
-            self.error = None
-            self._work = self._next(memory, deadline)
+            self.error, self._memory = None, (memory, deadline)
+            self._steps = self._steps or self._reads()
+            self._work = next(self._steps, None)
         except BaseException as error:
-            self._work, self._under_way, self.error = None, None, bare(error)  # kept, so without frames
+            self._work, self._steps, self.error = None, None, bare(error)  # kept, so without frames
         self.ready = self._work is None
         return self._work
 
@@ -135,32 +109,44 @@ class Fetch:
         assert self._work is not None
         self._work.then(partial(self.run, over))
 
-    def finish(self, memory: Memory, deadline: float | None, *, patient: bool) -> None:
-        """Do the READs for which there was no memory before. Waits for memory as ``memory`` does, and, if ``patient``, for the
-        data until the ``deadline``. Raises ``TransferTimeout`` if a READ is still under way."""
+    def read(self, memory: Memory, deadline: float | None) -> None:
+        """Do all READs, and wait for them, unless that was tried before. Waits for memory as ``memory`` does."""
+        if self.runs is None and self.error is None:
+            self.finish(memory, deadline, None)
+
+    def finish(self, memory: Memory, deadline: float | None, until: float | None) -> None:
+        """Do the READs that are left. Waits for memory as ``memory`` does, and for the data until then (``time.monotonic``;
+        ``None``: without limit). Raises ``TransferTimeout`` if a READ is still under way."""
         while (work := self.advance(memory, deadline)) is not None:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                work.wait(left if patient else 0.0)
+                work.wait(None if until is None else max(0.0, until - time.monotonic()))
             except TransferTimeout:
                 raise
             except RdmaError:
                 pass  # it is kept, by ``advance``
 
-    def whole(self, memory: Memory) -> Frame:
+    def whole(self) -> Frame:
         """The frame with its body. Raises why that did not come."""
-        if self._body is not None:
-            self.frame, self._body = _filled(self.frame, self._body, self._link), None
-        elif self.runs is None:
+        frame, body = self.frame, self._body
+        if not frame.flags & BULK:
+            return frame
+        if body is None:
             self.check()
-            self.frame = fetch(self.frame, memory, self._link)
+            raise RdmaError("a message was used before its body was READ")
+        function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
+        self._link.count_read()
+        content, data = body.numpy(), function + payload + table
+        parts = {"function": function, "payload": payload, "table": table, "body": content[:data].tobytes()}
+        self.frame = frame._replace(flags=frame.flags & ~BULK, tensors=tensors, data=bytearray(content[data:]), **parts)
+        self._body = None
         return self.frame
 
     def take(self) -> list[torch.Tensor]:
         """The runs, once. Raises why they could not be READ."""
         self.check()
-        assert self.runs is not None
-        runs, self.runs = self.runs, []
+        runs, self.runs = self.runs or [], []
+        if runs:
+            self._link.count_read()
         return runs
 
     def check(self) -> None:
@@ -168,33 +154,35 @@ class Fetch:
         if self.error is not None:
             raise fresh(self.error)
 
-    def _next(self, memory: Memory, deadline: float | None) -> Work | None:
-        """The body, then the runs, then the word of a recallable request, which is looked at when it is here."""
-        link, frame = self._link, self.frame
-        if self.runs is None:
-            if frame.flags & BULK and self._body is None:
-                self._under_way, place = _place_of(frame, memory, link, deadline)
-                return link.channel.memcpy(self._under_way, place)
-            if not frame.flags & READS:
-                self.runs = []
-                return None
+    def _reads(self) -> Iterator[Work]:
+        """The body, unless it is here, then the runs, then the word of a recallable request, which is looked at when it is
+        here."""
+        channel, frame, lengths = self._link.channel, self.frame, None
+        if frame.flags & BULK:
+            lengths = _LENGTHS.unpack_from(frame.body)
+            if self._body is None:
+                body = self._empty(sum(lengths[:4]))
+                yield channel.memcpy(body, RemoteRegion.load(frame.body[_LENGTHS.size :]))
+                self._body = body
+        runs: list[torch.Tensor] = []
+        if frame.flags & READS:
             table, tensors = frame.body[frame.function + frame.payload :], frame.tensors
-            if self._body is not None:
-                function, payload, nbytes, _, tensors = _LENGTHS.unpack_from(frame.body)
-                table = self._body[function + payload : function + payload + nbytes].numpy().tobytes()
-            places, self._place = to_read(table, tensors)
-            runs = [memory.empty(link.channel, nbytes, deadline) for nbytes, _ in places]
-            work = link.channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
-            self.runs = runs
-            return work
-        if self._place is not None:
-            self._word = memory.empty(link.channel, WORD_BYTES, deadline)
-            place, self._place = self._place, None
-            return link.channel.memcpy(self._word, place)
-        word, self._word = self._word, None
-        if word is not None:
-            check_wanted(word)
-        return None
+            if lengths is not None and self._body is not None:
+                function, payload, size, _, tensors = lengths
+                table = self._body[function + payload : function + payload + size].numpy().tobytes()
+            places, word_place = to_read(table, tensors)
+            runs = [self._empty(nbytes) for nbytes, _ in places]
+            yield channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
+            if word_place is not None:
+                word = self._empty(WORD_BYTES)
+                yield channel.memcpy(word, word_place)
+                check_wanted(word)
+        self.runs = runs
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        memory, deadline = self._memory
+        found: torch.Tensor = memory.empty(self._link.channel, nbytes, deadline)
+        return found
 
 
 def hold(server: Any, link: Link, frame: Frame) -> None:

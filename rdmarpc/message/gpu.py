@@ -108,7 +108,7 @@ class Gpus:
             and tensor.layout is torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
-            and layout.bare(tensor)
+            and layout.is_memory(tensor)
         )
 
     # -- out

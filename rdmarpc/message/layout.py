@@ -66,10 +66,10 @@ def travels(tensor: torch.Tensor) -> bool:
         return False
     if is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
         return False
-    return forward_ad._current_level < 0 or bare(tensor)
+    return forward_ad._current_level < 0 or is_memory(tensor)
 
 
-def bare(tensor: torch.Tensor) -> bool:
+def is_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no more than its memory: neither inside of a transform of torch.func nor with a tangent."""
     if is_functorch_wrapped_tensor(tensor):
         return False

@@ -15,7 +15,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import device_maps, gpu, permits
-from .layout import bare, travels
+from .layout import is_memory, travels
 
 _OF_SCRIPTS = "torch._jit_internal"
 _tuple_classes: dict[tuple[str, tuple[str, ...]], type] = {}
@@ -54,7 +54,7 @@ def _check_bare(value: torch.Tensor) -> None:
         raise RuntimeError(
             "tensors inside of a transform of torch.func (vmap, grad, jvp, functionalize) cannot travel; call outside"
         )
-    if not bare(value):
+    if not is_memory(value):
         raise RuntimeError(
             "tensors with a tangent (torch.autograd.forward_ad) cannot travel: it would be lost; send unpack_dual(x).primal"
         )

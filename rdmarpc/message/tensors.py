@@ -271,24 +271,19 @@ def unpack(
     table: bytes,
     data: bytearray,
     count: int,
-    memory: Memory,
     channel: Channel,
     landing: Landing | None,
     known: Places,
-    deadline: float | None = None,
-    ahead: list[torch.Tensor] | None = None,
-) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
-    """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
-    waits for our release). ``known``: the places at the sender. ``deadline``: as for ``pack``. ``ahead``: the runs ``to_read``,
-    which were READ before; ``None``: they are READ here."""
+    were_read: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """The tensors of a message, and the sizes of the runs that need a landing place. ``known``: the places at the sender.
+    ``were_read``: the runs ``to_read``."""
     tensors: list[torch.Tensor] = []
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
-    reads: list[tuple[torch.Tensor, RemoteRegion]] = []
-    offset = was_read = 0
+    offset, left = 0, iter(were_read)
     whole = memoryview(data)
-    entries, end = _entries(table, count)
-    for way, text, at in entries:
+    for way, text, at in _entries(table, count)[0]:
         if way >= VIEW:
             _share(tensors, runs, _INDEX.unpack_from(table, at)[0], text if way == VIEW else None, channel)
             continue
@@ -308,35 +303,13 @@ def unpack(
                 if landing is None:
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
                 run = landing.take(what.nbytes)
-            elif ahead is not None:
-                if was_read == len(ahead):
-                    raise RdmaError("a tensor is to be READ, of which the head of its message says nothing", peer=channel.peer)
-                run = ahead[was_read]
-                was_read += 1
+            elif (found := next(left, None)) is not None:
+                run = found
             else:
-                run = memory.empty(channel, what.nbytes, deadline)
-                reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
+                raise RdmaError("a tensor is to be READ, of which the head of its message says nothing", peer=channel.peer)
         runs.append(run)
         tensors.append(layout.rebuilt(run, what))
-    if reads:
-        _read(reads, _word(table, end), memory, channel, deadline)
-    return tensors, tuple(sizes), bool(reads or was_read)
-
-
-def _read(
-    reads: list[tuple[torch.Tensor, RemoteRegion]],
-    place: RemoteRegion | None,
-    memory: Memory,
-    channel: Channel,
-    deadline: float | None,
-) -> None:
-    """READ these runs, then the word at ``place``, if there is one."""
-    work = channel.memcpy(*reads[0]) if len(reads) == 1 else channel.prepare(reads).post()
-    work.wait()
-    if place is not None:
-        word = memory.empty(channel, WORD_BYTES, deadline)
-        channel.memcpy(word, place).wait()
-        check_wanted(word)
+    return tensors, tuple(sizes)
 
 
 def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, text: bytes | None, channel: Channel) -> None:

@@ -65,8 +65,9 @@ def auto_placement(
         groups = _tied(net, units, opened)
         weights = [weigh(group) for group in groups]
         runs = partition(weights, len(workers))
-        homes = {path: worker for worker, run in zip(workers, runs) for group in groups[run] for path in group}
-        passes.append((max(sum(weights[run]) for run in runs), {path: homes[path] for path in units if path in homes}, opened))
+        homes = {path: worker for worker, part in zip(workers, runs) for group in groups[part] for path in group}
+        heaviest = max(sum(weights[part]) for part in runs)
+        passes.append((heaviest, {path: homes[path] for path in units if path in homes}, opened))
         share = sum(weights) / len(workers) / _FINE
         heavy = {path for path in units if weigh([path]) > share and net.get_submodule(path)._modules}
         if not heavy or len(workers) == 1:
@@ -246,13 +247,13 @@ def _with_own_tensors(net: nn.Module, homes: dict[str, str], opened: set[str]) -
 def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
     homes = dict(homes)
     parents = {path.rpartition(".")[0] for path in homes}
-    while deepest := max((path for path in parents if path), key=lambda path: path.count("."), default=None):
-        parents.discard(deepest)
-        children = [join(deepest, name) for name, child in net.get_submodule(deepest)._modules.items() if child is not None]
+    while parent := max((path for path in parents if path), key=lambda path: path.count("."), default=None):
+        parents.discard(parent)
+        children = [join(parent, name) for name, child in net.get_submodule(parent)._modules.items() if child is not None]
         found = {homes.get(child) for child in children}
-        parents.add(deepest.rpartition(".")[0])
+        parents.add(parent.rpartition(".")[0])
         if len(found) == 1 and None not in found:
-            merged = {(deepest if path == children[0] else path): home for path, home in homes.items()}
+            merged = {(parent if path == children[0] else path): home for path, home in homes.items()}
             homes = {path: home for path, home in merged.items() if path not in children}
     short: dict[str, str] = {}
     last: tuple[str, int, int, str] | None = None  # parent, first and last number, worker

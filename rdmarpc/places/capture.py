@@ -482,11 +482,8 @@ def _strange(tensor: torch.Tensor) -> str | None:
 def _operands(op: Operator, args: Any, kwargs: Any) -> list[Ref | Number]:
     """The tensors and numbers of a post, in the order of its words."""
     found: list[Ref | Number] = []
-    seen: list[Any] = []
     for value, number in zip(args, op.numbers):
-        if not (op.identity and isinstance(value, torch.Tensor) and any(value is each for each in seen)):
-            _add_operands(value, number, found)
-        seen.append(value)
+        _add_operands(value, number, found)
     for name, value in kwargs.items():
         _add_operands(value, name in op.named_numbers, found)
     return found

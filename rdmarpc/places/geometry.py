@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..message.layout import span
+from ..message.layout import physical, span
 
 STRIDED = torch.strided
 _ALIGN = 64
@@ -58,10 +58,7 @@ def lies_anywhere(tensor: torch.Tensor) -> bool:
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers as they lie in memory: neither conjugated nor negated, apart from autograd."""
-    tensor = tensor.detach()
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)
-    return torch._conj(tensor) if tensor.is_conj() else tensor
+    return physical(tensor)[0]
 
 
 def over(buffer: Any, offset: int, geometry: Geometry) -> torch.Tensor:

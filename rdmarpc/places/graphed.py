@@ -435,8 +435,8 @@ class Program:
                     found["made", capture.made[ref.name]] = index
                 elif ref.name in capture.made_before:
                     found["left", capture.made_before[ref.name]] = index
-        names = [each.ref.name for each in capture.results if isinstance(each, Result)]
-        for kept in (*(capture.made.get(name) for name in names), *capture.left):
+        returned = [capture.made.get(each.ref.name) for each in capture.results if isinstance(each, Result)]
+        for kept in (*returned, *capture.left):
             found.pop(("made", kept), None)  # type: ignore[arg-type]
         return found
 
@@ -734,12 +734,12 @@ def _homes(events: list[Event]) -> dict[int, Stream]:
 def _needed(capture: Capture) -> list[Event]:
     """The events without those whose result nobody needs. ``NotSupported`` for a copy here that nobody needs but Python."""
     needed = {plain.key for plain in plains(capture.results)} | capture.left_here
-    names = {ref.name for event in capture.events for ref in _refs(event)}
-    names |= {each.ref.name for each in capture.results if isinstance(each, Result)}
+    used = {ref.name for event in capture.events for ref in _refs(event)}
+    used |= {each.ref.name for each in capture.results if isinstance(each, Result)}
     found: list[Event] = []
     for event in reversed(capture.events):
         if isinstance(event, Brought):
-            if capture.names[event.made] not in names:
+            if capture.names[event.made] not in used:
                 continue
             needed.add(event.source.key)
         elif isinstance(event, Fetched):

@@ -105,8 +105,6 @@ class Operator:
         self.foreach |= bare == "_amp_foreach_non_finite_check_and_unscale_"
         self.raises_versions = bare.startswith("_foreach_") and self.mutable
         """Whether its kernel, not autograd, raises the version of what it writes."""
-        kinds = {str(r.type) for r in returns}
-        self.value = bool(kinds - {"Tensor", "List[Tensor]", "Optional[Tensor]"})
         self.dynamic = _TAGS.dynamic_output_shape in tags or _TAGS.data_dependent_output in tags or base in _VALUE_SIZED
         self.dynamic |= self.name in _VALUE_SIZED
         self.random = _TAGS.nondeterministic_seeded in tags
@@ -124,7 +122,7 @@ class Operator:
         self.plain_view = self.view and not otherwise
         """Whether its results are views of a tensor, which need no post."""
         self.collective = space in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-        special = otherwise or placing or self.collective or self.identity or self.read_here
+        special = otherwise or placing or self.collective or self.read_here
         self.plain = not (special or self.view or self.geometry or self.foreach or self.random)
         """Whether it is posted as it is."""
         self.first_written = self.written == (0,) and self.returned == (0,)

@@ -65,7 +65,7 @@ class Program:
         kind, end = self.words[at] & 255, at + (self.words[at] >> 8)
         if kind == ring.OPERATION:
             signature = self._signatures[self.words[at + 1]]
-            if all(told[0] != "w" for _, told in signature.keywords):  # out= may be an operand, which is then one object
+            if not signature.identity:
                 return self._operation(at, signature)
         if kind == ring.FREE:
             return [f"values.pop({self._term(each)}, None)" for each in range(at + 1, end)]
@@ -74,9 +74,7 @@ class Program:
 
     def _operation(self, at: int, signature: Any) -> list[str]:
         self._at, self.operations = at + 3, self.operations + 1
-        arguments: list[str] = []
-        for argument in signature.takes:
-            arguments.append(arguments[argument[1]] if argument[0] == "s" else self._argument(argument))
+        arguments = [self._argument(argument) for argument in signature.takes]
         if not all(key.isidentifier() for key, _ in signature.keywords):
             raise ValueError(f"{signature.name} has arguments that are no names")  # they come from another process
         keywords = [f"{key}={self._argument(argument)}" for key, argument in signature.keywords]

@@ -207,9 +207,8 @@ class Stream:
         self.lock = threading.RLock()
         self.dead: deque[int | list[int] | tuple[int, tuple[Region, int, int]]] = deque()
         """Names that have died, with their places; messages that are owed (``owe``)."""
-        self.known: dict[bool, dict[tuple[Any, ...], Known]] = {False: {}, True: {}}
-        """Forms of calls, by the grad mode, which some kernels ask for: those under the autocast of ``state``."""
-        self._known: dict[Any, Any] = {None: self.known}
+        self.known: dict[tuple[Any, ...], Known] = {}
+        """By the forms of calls."""
         self.numbers = itertools.count(1)
         self.urgent = False
         """Whether the next post takes ``dead`` along however few they are."""
@@ -347,10 +346,7 @@ class Stream:
         return "an operation that was posted long ago"
 
     def tell_state(self, state: tuple[Any, ...]) -> None:
-        if self.state and self.state[-1] is not state[-1]:  # the default dtype: results have other ones
-            self.forget_forms()
         self.post(state_words(state))
-        self.known = self._known.setdefault(state[-2], {False: {}, True: {}})
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
@@ -359,16 +355,11 @@ class Stream:
             self._metas.add(meta.number)
         return meta.number
 
-    def known_forms(self) -> int:
-        return sum(len(forms) for known in self._known.values() for forms in known.values())
-
     def forget_forms(self) -> None:
         """Forget the forms of calls, here and at the worker."""
         self.forgotten += 1
         self.post([ring.FORGET])
-        for known in self._known.values():
-            for forms in known.values():
-                forms.clear()
+        self.known.clear()
 
     def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)
@@ -462,8 +453,8 @@ class Stream:
 
     # -- tensors that come and go
 
-    def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta, int]:
-        """Copy a strided plain tensor here to the worker: (storage, geometry, offset -1: all of it)."""
+    def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta]:
+        """Copy a strided plain tensor here to the worker, where all of the storage is it."""
         if self.closed is not None:
             self._refuse()
         shape, given = geometry(tensor), tensor
@@ -487,7 +478,7 @@ class Stream:
                 made = Storage(self, name, used, (region, offset, nbytes), shift)
         for each in observing.observers:
             each.brought(self, given, made)
-        return made, meta, -1
+        return made, meta
 
     def place(self, source: Stream | None, nbytes: int) -> tuple[Region, int]:
         """A free place of memory here that ``source`` may write (``None``: this process). Call it with the lock held."""

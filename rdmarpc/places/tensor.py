@@ -396,8 +396,7 @@ def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
     if tensor.layout is not _STRIDED:
         return _rebuilt(tensor, lambda part: _bring(part, place))
     _check_kind(tensor)
-    storage, meta, at = place.bring(tensor)
-    return wrapper(storage, meta, 0, at)
+    return wrapper(*place.bring(tensor), 0, -1)
 
 
 def _home(tensor: RemoteTensor) -> torch.Tensor:
@@ -540,7 +539,7 @@ def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is not None and device.type != "cpu":
         return _to(args[0], device, kwargs) if op.func is aten._to_copy.default else _made_at(device, op, args, kwargs)
-    found = post_here(op, args, kwargs) if not op.identity else _mixed(op, args, kwargs, _tensors((args, kwargs)))
+    found = post_here(op, args, kwargs)
     if op.read_here is None:
         return found
     return tuple(at_place(each, None) if index == op.read_here else each for index, each in enumerate(found))
@@ -604,8 +603,8 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         return _mixed(op, args, kwargs, tensors, here=True)
     out = run_here(op, *there) if place is None else post(place, op, *there)
     with torch.no_grad():
-        for original, copy in back:
-            original.copy_(copy)
+        for original, changed in back:
+            original.copy_(changed)
     return _originals(op, out, args, kwargs)
 
 
@@ -631,7 +630,7 @@ def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for tensor in _tensors(written):
             if id(tensor) in copies:
                 tensor.copy_(copies[id(tensor)][1])
-    originals = {id(copy): tensor for tensor, copy in copies.values()}
+    originals = {id(here): tensor for tensor, here in copies.values()}
     return tree_map_only(torch.Tensor, lambda each: originals.get(id(each), each), out)
 
 
@@ -662,64 +661,62 @@ def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def post_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator where its tensors lie. Those that do not lie at one place are moved first (``_mixed``)."""
-    form: list[Any] = [op]
-    words: list[int] = [0, 0, 0]
-    place: Stream | None = None
-    for value, number in zip(args, op.numbers):
-        if type(value) is RemoteTensor:
-            stream = value._handle.stream
-            if stream is not place:
-                if place is not None:
-                    return _mixed(op, args, kwargs, _tensors((args, kwargs)))
-                place = stream
-            form.append(value._meta)
-            words += value._words
-        elif (place := _scan(value, form, words, number, place)) is _ELSEWHERE:
-            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
-    for name, value in kwargs.items():
-        form.append(name)
-        if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
-            return _mixed(op, args, kwargs, _tensors((args, kwargs)))
-    assert place is not None
+    form, words, place = _form(op, args, kwargs, None)
+    if place is _ELSEWHERE:
+        return _mixed(op, args, kwargs, _tensors((args, kwargs)))
     _remember(place)
     return _send(place, op, form, words, args, kwargs)
 
 
 def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator whose tensors all lie at ``place``, if it has any."""
-    return _send(place, op, *_form(place, op, args, kwargs), args, kwargs)
+    form, words, _ = _form(op, args, kwargs, place)
+    return _send(place, op, form, words, args, kwargs)
 
 
-def _form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    """The form of a call, and the words of a post of it: three that are not known yet, then its operands and numbers."""
+def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: Any) -> tuple[list[Any], list[int], Any]:
+    """The form of a call; the words of a post of it, of which three are not known yet; the place of its tensors (``_scan``)."""
     form: list[Any] = [op]
     words: list[int] = [0, 0, 0]
-    for index, (value, number) in enumerate(zip(args, op.numbers)):
-        if op.identity and (first := _first(args, index)) != index:
-            form.append(first)
-        else:
-            _scan(value, form, words, number, place)
+    for value, number in zip(args, op.numbers):
+        if type(value) is RemoteTensor:  # as ``_scan``, for most operands without that call
+            stream = value._handle.stream
+            if stream is not place:
+                if place is not None:
+                    return form, words, _ELSEWHERE
+                place = stream
+            form.append(value._meta)
+            words += value._words
+        elif (place := _scan(value, form, words, number, place)) is _ELSEWHERE:
+            return form, words, place
     for name, value in kwargs.items():
         form.append(name)
-        _scan(value, form, words, name in op.named_numbers, place)
-    return form, words
+        if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
+            return form, words, place
+    return form, words, place
 
 
 def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
     """What is known of a call that was just posted. ``None``: it is asked for what comes out each time."""
-    known = place.known[_grad()].get(tuple(_form(place, op, args, kwargs)[0]))
+    known = place.known.get(_key(_form(op, args, kwargs, place)[0], flags()))
     return None if known is None or known.kind == _ASKED else known
+
+
+def _key(form: list[Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A form with what kernels ask for besides: the grad mode, autocast's dtype and the default dtype."""
+    return (_grad(), *state[-2:], *form)
 
 
 def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator, of this form and with these words, and make what stands for its results."""
-    key = tuple(form)
     place.operations += 1
+    state = flags()
+    key = _key(form, state)
     with place.lock:
-        if (state := flags()) != place.state:
+        if state != place.state:
             place.tell_state(state)
         place.note(op.name)
-        known = place.known[_grad()].get(key)
+        known = place.known.get(key)
         if known is None or known.kind == _ASKED:
             out = _ask(place, op, key, known, words, args, kwargs)
         else:
@@ -782,12 +779,6 @@ def _scan(value: Any, form: list[Any], words: list[int], number: bool, place: An
     return place
 
 
-def _first(args: tuple[Any, ...], index: int) -> int:
-    """Where the tensor ``args[index]`` is for the first time."""
-    value = args[index]
-    return next(i for i, each in enumerate(args) if each is value) if isinstance(value, torch.Tensor) else index
-
-
 def _takes(value: Any, place: Stream, number: bool) -> Any:
     """As the worker is told an argument of a form."""
     kind = type(value)
@@ -813,28 +804,43 @@ def _ask(
             keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
         except TypeError:  # an object of this process, such as weights that were packed
             return _mixed(op, args, kwargs, tensors, here=True)
-        if op.identity:
-            firsts = [_first(args, index) for index in range(len(args))]
-            takes = [each if first == index else ("s", first) for index, (each, first) in enumerate(zip(takes, firsts))]
+        if len(place.known) >= _FORMS:
+            place.forget_forms()
         known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
     base = next(names) << 20
-    single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
-    operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
+    known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    place.known[form] = known
     if ("s",) in described:
-        if op.mutable:
-            raise StaysHere(f"{op.name}: what it gives cannot lie at a worker")
-        for each in described:
-            if each[0] == "t" and each[3] not in operands:
-                Storage(place, each[3], 0)  # freed there: no tensor here stands for it
-        place.known[_grad()][form] = known
-        return _mixed(op, args, kwargs, tensors, here=True)
-    known.single, known.results = single, []
+        return _stays_here(place, op, described, tensors, args, kwargs)
+    if any(kind == "v" for kind, *_ in described):
+        values = [decode(value) for _, value in described]
+        return values[0] if known.single else values
+    known.results = _recipes(op, tensors, described)
+    if is_new:
+        known.kind = _kind(op, known, tensors, args, kwargs)
+    return _results(place, known, base, args, kwargs)
+
+
+def _stays_here(place: Stream, op: Operator, described: list[Any], tensors: list[Any], args: Any, kwargs: Any) -> Any:
+    """One of the results cannot lie at the worker: the operator runs here, if nothing was written there."""
+    if op.mutable:
+        raise StaysHere(f"{op.name}: what it gives cannot lie at a worker")
+    operands = {tensor._handle.name for tensor in tensors}
+    for each in described:
+        if each[0] == "t" and each[3] not in operands:
+            Storage(place, each[3], 0)  # freed there: no tensor here stands for it
+    return _mixed(op, args, kwargs, tensors, here=True)
+
+
+def _recipes(op: Operator, tensors: list[Any], described: list[Any]) -> list[Any]:
+    """How each result is made: ("new", bytes, geometry, offset), or over the memory of an operand or of an earlier result
+    ("operand" or "result", which one, geometry, offset); ``None`` for none."""
+    operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
+    found: list[Any] = []
     for index, told in enumerate(described):
-        if told[0] == "v":
-            return decode(told[1]) if single else [decode(each[1]) for each in described]
         if told[0] == "n":
-            known.results.append(None)
+            found.append(None)
             continue
         _, plain, offset, name, nbytes = told
         meta = meta_of(Geometry.of_plain(plain))
@@ -842,26 +848,27 @@ def _ask(
             operand = tensors[operands[name]]
             if op.mutable and op.returned[index] is not None and meta is not operand._meta:
                 raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
-            known.results.append(("operand", operands[name], meta, offset - operand._offset))
+            found.append(("operand", operands[name], meta, offset - operand._offset))
         elif name in made:
-            known.results.append(("result", made[name], meta, offset))
+            found.append(("result", made[name], meta, offset))
         else:
             made[name] = index
-            known.results.append(("new", nbytes, meta, offset))
-    results = known.results
-    metas = [each._meta for each in tensors if type(each) is RemoteTensor] + [told[2] for told in results if told is not None]
-    sparse = not all(meta.strided for meta in metas)
-    if is_new and not sparse and not (op.dynamic and op.sized_by_values(args)) and _sized_by_shapes(op, args, kwargs):
-        if op.mutable and all(where is not None for where in op.returned):
-            known.kind = _WRITTEN
-        elif single and results[0] is not None and results[0][0] == "new":
-            known.kind, known.result = _ONE, results[0][1:]
-        else:
-            known.kind = _SEVERAL
-    if place.known_forms() >= _FORMS:
-        place.forget_forms()
-    place.known[_grad()][form] = known
-    return _results(place, known, base, args, kwargs)
+            found.append(("new", nbytes, meta, offset))
+    return found
+
+
+def _kind(op: Operator, known: Known, tensors: list[Any], args: Any, kwargs: Any) -> int:
+    """How the results of a form are made from now on."""
+    results = [each for each in known.results if each is not None]
+    sparse = any(not meta.strided for meta in (*(each._meta for each in tensors), *(each[2] for each in results)))
+    if sparse or (op.dynamic and op.sized_by_values(args)) or not _sized_by_shapes(op, args, kwargs):
+        return _ASKED
+    if op.mutable and all(where is not None for where in op.returned):
+        return _WRITTEN
+    if known.single and results and results[0][0] == "new":
+        known.result = results[0][1:]
+        return _ONE
+    return _SEVERAL
 
 
 def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:

@@ -90,16 +90,19 @@ class Signature:
     """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are.
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
     for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for.
-    ``writes``: whether it writes an operand. ``in_arena``: whether its result is made where an adapter can send it from."""
+    ``writes``: whether it writes an operand. ``identity``: whether operands that are one tensor have to be one object (``out=``
+    may be one). ``in_arena``: whether its result is made where an adapter can send it from."""
 
-    __slots__ = ("expected", "func", "grad", "in_arena", "keywords", "name", "takes", "writes")
+    __slots__ = ("expected", "func", "grad", "identity", "in_arena", "keywords", "name", "takes", "writes")
 
-    def __init__(self, told: tuple[Any, ...], metas: dict[int, Geometry], device: torch.device) -> None:
+    def __init__(self, told: tuple[Any, ...], device: torch.device) -> None:
         self.name, takes, keywords, self.grad = told
         overload = _overload(self.name)
-        self.func, self.writes = at_device(overload, device), bool(operator(overload).written)
+        rules = operator(overload)
+        self.func, self.writes = at_device(overload, device), bool(rules.written)
         self.takes = [_taken(each, device) for each in takes]
         self.keywords = [(key, _taken(each, device)) for key, each in keywords]
+        self.identity = rules.identity or any(kind == "w" for _, (kind, _) in self.keywords)
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
         self.in_arena = False
 
@@ -478,18 +481,15 @@ class Runner:
             elif kind == "f":
                 arguments.append(_FLOAT.unpack(_WORD.pack(words[at]))[0])
                 at += 1
-            elif kind == "s":
-                arguments.append(arguments[value])
             else:
                 found, at = self._argument(kind, value, words, at)
                 arguments.append(found)
-        if not signature.keywords:
-            return signature.func(*arguments)
         keywords: dict[str, Any] = {}
         for key, (kind, value) in signature.keywords:
             keywords[key], at = self._argument(kind, value, words, at)
-            if kind == "w":  # out= may be an operand, which is then one object
-                keywords[key] = next((each for each in arguments if _same(each, keywords[key])), keywords[key])
+        if signature.identity:
+            keywords = {key: _first_same(arguments, each) for key, each in keywords.items()}
+            arguments = [_first_same(arguments, each) for each in arguments]
         return signature.func(*arguments, **keywords)
 
     def _argument(self, kind: str, value: Any, words: list[int], at: int) -> tuple[Any, int]:
@@ -624,7 +624,7 @@ class Runner:
 
     def _signature(self, words: list[int], at: int) -> None:
         try:
-            self.signatures[words[at]] = Signature(loads(ring.as_bytes(words, at + 1)), self.metas, self.device)
+            self.signatures[words[at]] = Signature(loads(ring.as_bytes(words, at + 1)), self.device)
         except BaseException as error:
             self._fail(error)
 
@@ -764,13 +764,15 @@ def _add_names(argument: tuple[str, Any], words: list[int], at: int, found: list
         for each in value:
             at = _add_names(each, words, at, found)
         return at
-    return at if kind in ("c", "s") else at + 1
+    return at if kind == "c" else at + 1
 
 
-def _same(given: Any, tensor: torch.Tensor) -> bool:
-    if type(given) is not torch.Tensor or given.layout is not torch.strided or tensor.layout is not torch.strided:
-        return False
-    return given.data_ptr() == tensor.data_ptr() != 0 and geometry(given) == geometry(tensor)
+def _first_same(arguments: list[Any], value: Any) -> Any:
+    """The first of the arguments that is the same tensor, if there is one."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.data_ptr():
+        return value
+    alike = (each for each in arguments if type(each) is torch.Tensor and each.layout is torch.strided)
+    return next((each for each in alike if each.data_ptr() == value.data_ptr() and geometry(each) == geometry(value)), value)
 
 
 def _resized() -> NotSupported:

@@ -296,8 +296,7 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     """Move tensors to their places, in place: who holds a parameter holds it afterwards. Tensors that overlap in memory move as
     one, to where the first of them goes; other attributes of modules move with what they overlap. Nothing has moved when an
     error is raised."""
-    storages: dict[int, list[tuple[torch.Tensor, Where | None]]] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[torch.Tensor, Where | None]] = {}
     for path, module in net.named_modules(remove_duplicate=False):
         where = home(places, path)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -305,15 +304,14 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
                 continue
             if where is not None or is_lazy(tensor):
                 check_movable(tensor, f"{path}.{name}" if path else name)
-            key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                storages.setdefault(key, []).append((tensor, where))
-            elif where is not None:
-                storages[key] = [(t, where if t is tensor and w is None else w) for t, w in storages[key]]
-    for tensor in (each for module in net.modules() for each in _attributes(module) if id(each) not in seen):
+            found[id(tensor)] = tensor, found.get(id(tensor), (tensor, None))[1] or where
+    storages: dict[int, Sharing] = {}
+    for tensor, where in found.values():
+        key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+        storages.setdefault(key, []).append((tensor, where))
+    others = {id(each): each for module in net.modules() for each in _attributes(module) if id(each) not in found}
+    for tensor in others.values():
         if type(tensor) is not RemoteTensor and (key := tensor.untyped_storage()._cdata) in storages:
-            seen.add(id(tensor))
             storages[key].append((tensor, None))
     groups = [group for sharing in storages.values() for group in _overlapping(sharing)]
     done: list[tuple[torch.Tensor, torch.Tensor]] = []

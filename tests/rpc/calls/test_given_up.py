@@ -1,6 +1,9 @@
-"""Calls that are given up before their arguments were READ: the callee must not run with what the caller wrote there since."""
+"""Calls that are given up before their arguments were READ: the callee must not run with what the caller wrote there since, and
+keeps none of the references that came along."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
@@ -30,12 +33,14 @@ def taken() -> list[list[float]]:
 def given_up(rank: int) -> None:
     if rank == 0:
         bulk = b"x" * (4 << 20)  # a pickle too large for a frame
+        shared = rpc.RRef(1)
         for number, send in enumerate(
             (
                 lambda tensor: rpc.rpc_sync("worker1", take, (tensor,), timeout=1),
                 lambda tensor: rpc.rpc_async("worker1", take, (tensor, tensor * 1), timeout=1).wait(),
                 lambda tensor: rpc.rpc_sync("worker1", take_all, ([bulk, tensor],), timeout=1),
                 lambda tensor: rpc.remote("worker1", take, (tensor, 1 * tensor, tensor[1:]), timeout=1).to_here(timeout=1),
+                lambda tensor: rpc.rpc_sync("worker1", take_all, ([shared, tensor],), timeout=1),
             )
         ):
             held = rpc.rpc_async("worker1", hold_the_gil, (3,))
@@ -49,6 +54,10 @@ def given_up(rank: int) -> None:
             rpc.rpc_sync("worker1", take, (torch.ones(NUMBERS * (number + 1)),))
             came = rpc.rpc_sync("worker1", taken)  # one that was given up may have come late
             assert [[1.0]] in came and all(each == [1.0] for call in came for each in call), (number, came)
+        limit = time.monotonic() + 10
+        while rpc.debug_info()["num_owner_rrefs"] and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert rpc.debug_info()["num_owner_rrefs"] == 0
     rpc.shutdown()
 
 
