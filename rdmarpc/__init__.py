@@ -8,6 +8,7 @@ model over workers, ``serve`` keeps a model's parameters at servers. The submodu
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import sys
@@ -109,6 +110,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
+
+
+@atexit.register  # the first to come is the last to run: programs shut down in callbacks of their own
+def _end() -> None:
+    if (api := sys.modules.get("rdmarpc.api")) is not None:
+        api.end_with_the_interpreter()
 
 
 if "torch" in sys.modules:
