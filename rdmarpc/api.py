@@ -176,9 +176,9 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
 
 
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
-    """The name and id of worker ``worker_name``; without a name, of this worker. Raises ``RuntimeError`` for an unknown one."""
-    agent = _agent.current()
-    return agent.me if worker_name is None else agent.resolve(worker_name)
+    """The name and id of worker ``worker_name`` (or its rank); without one, of this worker. Raises ``RuntimeError`` for an
+    unknown one, ``TypeError`` for what is neither, as a ``WorkerInfo``."""
+    return _agent.current().get_worker_info(worker_name)
 
 
 @contextlib.contextmanager
