@@ -8,6 +8,7 @@ model over workers, ``serve`` keeps a model's parameters at servers. The submodu
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import sys
@@ -17,7 +18,8 @@ from .collectives.register import register as _register_backend
 
 _HOMES = {
     "api": "_get_current_rpc_agent _get_debug_info _is_current_rpc_agent_set _rref_context_get_debug_info _set_rpc_timeout"
-    " get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown",
+    " get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown"
+    " AllGatherStates PyRRef RpcAgent TensorPipeAgent",
     "base.worker_info": "WorkerInfo",
     "message.permits": "NotAllowed",
     "tools.debug": "counters debug_info explain",
@@ -31,6 +33,7 @@ _HOMES = {
     "places.wrap": "wrap",
     "references.handle": "RRef",
     "servers.model": "serve",
+    "torch_names": "backend_registry",
     "tools.hook": "install",
     "transport": "ArenaFull AuthenticationError NotSupported PeerLost RdmaError RegistrationError RemoteAccessError TlsOptions"
     " TransferTimeout",
@@ -42,7 +45,9 @@ _LATE = ("places.", "servers.")
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _HOME |= {home: home for home in _HOMES if "." not in home}
-__all__ = sorted(_HOME.keys() - {"options"})
+_OF_TORCH = {"AllGatherStates", "PyRRef", "RpcAgent", "TensorPipeAgent", "backend_registry", "options", "torch_names"}
+"""Programs written for torch take these from its module."""
+__all__ = sorted(_HOME.keys() - _OF_TORCH)
 
 if TYPE_CHECKING:
     from . import api as api
@@ -109,6 +114,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
+
+
+@atexit.register  # the first to come is the last to run: programs shut down in callbacks of their own
+def _end() -> None:
+    if (api := sys.modules.get("rdmarpc.api")) is not None:
+        api.end_with_the_interpreter()
 
 
 if "torch" in sys.modules:

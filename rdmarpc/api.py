@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -74,7 +73,6 @@ def init_rpc(
         _joining.release()
     agent.ready.set()
     debug.listen_to_signal()
-    atexit.register(_end_with_the_interpreter, agent, os.getpid())
     exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
 
 
@@ -101,10 +99,10 @@ def _joined(name: str, rank: int, world_size: int | None, options: RpcBackendOpt
         raise RdmaError(f"init_rpc failed for want of what the system gives: {error}", hint=hint) from error
 
 
-def _end_with_the_interpreter(agent: Agent, process: int) -> None:
+def end_with_the_interpreter() -> None:
     """Close the agent of a program that ends without ``shutdown``: a thread of ours that is inside torch when the interpreter
     ends would abort the process. It takes a bounded time, as ``shutdown(graceful=False)`` does."""
-    if agent is _agent.found() and os.getpid() == process:
+    if (agent := _agent.found()) is not None:
         here.set_current(None)
         agent.say_goodbye()
         agent.close()
@@ -141,7 +139,6 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         logging.getLogger("rdmarpc").warning("shutdown did not wait for everybody: %s", error.message)
     finally:
         here.set_current(None)
-        atexit.unregister(_end_with_the_interpreter)
 
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
@@ -179,9 +176,9 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
 
 
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
-    """The name and id of worker ``worker_name``; without a name, of this worker. Raises ``RuntimeError`` for an unknown one."""
-    agent = _agent.current()
-    return agent.me if worker_name is None else agent.resolve(worker_name)
+    """The name and id of worker ``worker_name`` (or its rank); without one, of this worker. Raises ``RuntimeError`` for an
+    unknown one, ``TypeError`` for what is neither, as a ``WorkerInfo``."""
+    return _agent.current().get_worker_info(worker_name)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = [
     "init_backend",
     "register_backend",
 ]
+backend_registry = sys.modules[__name__]
 _DEFAULT_INIT_METHOD = rpc_constants.DEFAULT_INIT_METHOD
 _DEFAULT_NUM_WORKER_THREADS = rpc_constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC

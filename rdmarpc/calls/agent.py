@@ -35,7 +35,7 @@ from ..links.reading import Handler, Reading
 from ..links.ring import Link
 from ..links.table import Links
 from ..message import gpu, permits, serialize
-from ..message.device_maps import Targets
+from ..message.device_maps import DeviceMap, Targets
 from ..options import RpcBackendOptions, open_by
 from ..references.carrier import Carrier
 from ..references.context import RRefContext
@@ -170,7 +170,22 @@ class Agent:
         return [info.name for info in self.workers]
 
     def get_worker_info(self, worker: Any = None) -> WorkerInfo:
+        if not isinstance(worker, str | int | None):
+            raise TypeError(
+                f"get_worker_info(): incompatible function arguments: {worker!r} is no name and no rank of a worker"
+            )
         return self.me if worker is None else self.resolve(worker)
+
+    # What programs ask torch's agents for.
+
+    def get_metrics(self) -> dict[str, str]:
+        return {name: str(value) for name, value in self.get_debug_info().items()}
+
+    def _get_backend_options(self) -> RpcBackendOptions:
+        return self.options
+
+    def _get_device_map(self, to: WorkerInfo) -> DeviceMap:
+        return self.options.device_maps.get(to.name, {})
 
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be. The connection to this worker itself has

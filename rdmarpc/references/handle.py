@@ -28,6 +28,8 @@ from .store import id_text
 
 T = TypeVar("T")
 _NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+_HINT = "type_hint should only be specified when the RRef being created contains a ScriptModule."
+_NO_HINT = "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint."
 _EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
 
 
@@ -35,7 +37,7 @@ class RRef(Generic[T]):
     """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` makes one to a value elsewhere.
 
     Thread-safe. The value lives as long as a handle to it does, on any worker. Handles travel by RPC only. Equality is
-    identity. ``type_hint`` is for TorchScript in torch; here it is taken and says nothing.
+    identity. ``type_hint`` is for TorchScript's modules, which need one: their interface. It says nothing here.
     """
 
     __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
@@ -46,6 +48,8 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = here.current(_NO_AGENT)
+        if isinstance(value, torch.jit.ScriptModule) == (type_hint is None):
+            raise RuntimeError(_NO_HINT if type_hint is None else _HINT)
         if agent.garbage:
             agent.rrefs.collect()
         self._agent, self._fork = agent, agent.rrefs.own(value)

@@ -82,6 +82,8 @@ def test_install_in_a_running_program() -> None:
         import torch, torch.distributed.rpc as rpc
         from torch.distributed.rpc import RRef, init_rpc
         import rdmarpc
+        for name in ("AllGatherStates", "PyRRef", "RpcAgent", "TensorPipeAgent", "backend_registry"):
+            assert hasattr(rpc, name) and hasattr(rdmarpc, name) and name not in rdmarpc.__all__
         rdmarpc.install()
         rdmarpc.install()
         assert rpc.RRef is RRef is rdmarpc.RRef is torch.nn.parallel.distributed.RRef is torch._jit_internal.RRef

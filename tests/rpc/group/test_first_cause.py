@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -72,8 +73,23 @@ def at_exit(meeting):
     rpc.shutdown()  # connects for the first time
 
 
-def test_shutdown_may_come_last(tmp_path):
-    codes, outs = _run(tmp_path, at_exit, "shm", size=2)
+def at_exit_and_before_init(meeting):
+    """As a script does that registers it at its top: this worker serves in there."""
+    rpc.shutdown()
+    atexit.register(rpc.shutdown)
+    meeting.join(world_size=2, init_method=f"file://{meeting._place}-2")
+    if meeting.rank == 1:
+        atexit._run_exitfuncs()
+    else:
+        time.sleep(0.3)
+        assert rpc.rpc_sync("worker1", abs, (-1,)) == 1
+        rpc.shutdown()
+    assert not rpc._is_current_rpc_agent_set()
+
+
+@pytest.mark.parametrize("scenario", [at_exit, at_exit_and_before_init])
+def test_shutdown_may_come_last(tmp_path, scenario):
+    codes, outs = _run(tmp_path, scenario, "shm", size=2)
     assert (codes, outs) == ([0, 0], ["", ""])
 
 

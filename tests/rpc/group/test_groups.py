@@ -40,7 +40,11 @@ def each_calls_each(meeting):
     for rank in range(4):
         assert rpc.rpc_sync(f"worker{rank}", identity, (rank,)) == rank
         assert rpc.rpc_sync(rank, identity, (rank,)) == rank
-        assert rpc.get_worker_info(f"worker{rank}").id == rank
+        info = rpc.get_worker_info(f"worker{rank}")
+        assert info.id == rank and rpc.get_worker_info(rank) == info
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            rpc.get_worker_info(info)
+        assert rpc._get_current_rpc_agent()._get_device_map(info) == {}
         assert rpc.remote(f"worker{rank}", identity, (rank,)).to_here() == rank
     seen = names()
     meeting.step("called", 4)

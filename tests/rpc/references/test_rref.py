@@ -436,6 +436,8 @@ def test_proxies_call_methods_at_the_owner():
 
 # -- texts and refusals
 
+SCRIPTED = torch.jit.script(torch.nn.Identity())
+
 
 def texts(rank):
     if rank == 0:
@@ -464,7 +466,10 @@ def texts(rank):
             assert reference.owner() == rpc.get_worker_info(reference.owner_name())
         assert rpc.RRef(value=5).to_here() == 5 and rpc.RRef(None).local_value() is None
         assert rpc.RRef[int](3).local_value() == 3
-        assert rpc.RRef(1, type_hint=int).to_here() == 1
+        for value, hint, text in ((1, int, "should only be specified"), (SCRIPTED, None, "must provide its ModuleInterface")):
+            with pytest.raises(RuntimeError, match=text):
+                rpc.RRef(value, type_hint=hint)
+        assert rpc.RRef(SCRIPTED, type_hint=type).local_value() is SCRIPTED
         with pytest.raises(RuntimeError, match="future of its creation"):
             own._get_future()
         assert own._get_type() is int and own._get_type(blocking=False).wait() is int
