@@ -347,8 +347,12 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
     if first.layout is not torch.strided:
         return [sharing]
     storage = first.untyped_storage()
+    moves = any(where is not None for _, where in sharing)
+    for tensor, _ in sharing if moves else ():
+        if tensor._is_view() and not tensor.requires_grad:  # a buffer keeps the tensor that it is a view of
+            torch._C._swap_tensor_impl(tensor, tensor.data)
     others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
-    if others > 0 and any(where is not None for _, where in sharing):
+    if others > 0 and moves:
         raise NotSupported(
             f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model",
             hint="drop views of parameters, and graphs of earlier forwards, before wrap; or clone() what stays",

@@ -278,17 +278,19 @@ def test_tied_weights(drive):
 
 
 class Overlapping(nn.Module):
-    """Parameters over one memory, and an attribute over a parameter's, as ``spectral_norm`` of old has it before a forward."""
+    """Parameters over one memory, and an attribute over a parameter's, as ``spectral_norm`` of old has it before a forward. A
+    buffer that is a view of what nobody else has, as tables of positions are."""
 
     def __init__(self) -> None:
         super().__init__()
         memory = torch.randn(30)
         self.scale, self.shift = nn.Parameter(memory[:20]), nn.Parameter(memory[10:])
         self.seen = self.shift.data
+        self.register_buffer("table", torch.randn(20, 1).transpose(0, 1))
         self.head = nn.utils.spectral_norm(nn.Linear(20, 4))
 
     def forward(self, x):
-        return self.head(x * self.scale + self.shift) + self.seen.sum()
+        return self.head(x * self.scale + self.shift + self.table) + self.seen.sum()
 
 
 def overlapping() -> None:
