@@ -196,11 +196,20 @@ def test_files(drive):
     drive(files)
 
 
+def _names(file: io.BytesIO) -> set[str]:
+    """What a reader of it has to know."""
+    file.seek(0)
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+
+
 def pickled() -> None:
-    """A pickle, and a file, of the whole model is a model that is all where it is read."""
+    """A pickle, and a file, of the whole model is a model that is all where it is read, which need not know of workers."""
     model, twin = both(Net, PLACEMENT)
-    file = io.BytesIO()
+    assert model.__class__ is Net
+    file, other = io.BytesIO(), io.BytesIO()
     torch.save(model, file)
+    torch.save(twin, other)
+    assert _names(file) == _names(other)
     file.seek(0)
     for plain in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert type(plain) is Net
