@@ -61,7 +61,7 @@ def wrap(
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     _displace(net, places)
-    net = extend(net, WrappedModel)
+    net = net if isinstance(net, WrappedModel) else extend(net, type(net), WrappedModel)
     move(net, places)
     net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
     for path, each in places.items():
@@ -82,30 +82,22 @@ class Extension(nn.Module):
 
     def _become(self, kind: type[nn.Module]) -> None:
         """As a parametrization does."""
-        _set_class(self, subclass_of(kind, type(self).__bases__[0]))
+        extend(self, kind, type(self).__bases__[0])
 
     __class__ = property(_class, _become)  # type: ignore[assignment]
 
 
-_set_class = object.__dict__["__class__"].__set__
 Extended = TypeVar("Extended", bound=Extension)
 
 
-def extend(net: nn.Module, methods: type[Extended]) -> Extended:
-    """Give a model these methods. Returns it."""
-    if not isinstance(net, methods):
-        _set_class(net, subclass_of(type(net), methods))
+def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Extended:
+    """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
+    found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
+    if found is None:
+        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__}
+        found = type(kind.__name__, (methods, kind), names)
+    object.__dict__["__class__"].__set__(net, found)
     return cast(Extended, net)
-
-
-def subclass_of(kind: type[nn.Module], methods: type[Extended]) -> type[Extended]:
-    """The class of a model of class ``kind`` that has these methods besides. One for all models of a class: torch asks whether
-    models are of the same."""
-    for found in kind.__subclasses__():
-        if found.__bases__ == (methods, kind):
-            return cast(type[Extended], found)
-    original = getattr(kind, "_original", kind)
-    return type(kind.__name__, (methods, kind), {"_original": original, "__module__": kind.__module__})
 
 
 def as_original(reduced: Any, kind: type[nn.Module], without: str) -> Any:

@@ -75,7 +75,7 @@ def serve(
     try:
         if optimizer is not None:
             there.optimizer = served_optimizer.make(there, optimizer, list(net.parameters()), defaults)
-        served = extend(net, ServedModel)
+        served = net if isinstance(net, ServedModel) else extend(net, type(net), ServedModel)
         served._servers = there
     except BaseException:
         there.close()
