@@ -84,7 +84,7 @@ class Extension(nn.Module):
         """As a parametrization does."""
         extend(self, kind, type(self).__bases__[0])
 
-    __class__ = property(_class, _become)  # type: ignore[assignment]
+    __class__ = property(_class, _become)
 
 
 Extended = TypeVar("Extended", bound=Extension)
