@@ -216,14 +216,17 @@ def _of(module: Any) -> chain[Any]:
 
 
 def _numbers(optimizer: Any) -> tuple[Any, ...]:
-    """The numbers of its groups, and the tensors that it has."""
+    """The numbers of its groups and states, and the tensors that it has."""
     groups = (
         value if isinstance(value, int | float | str | tuple) else id(value)
         for group in optimizer.param_groups
         for name, value in group.items()
         if name != "params"
     )
-    states = (id(each) for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor))
+    found = (each for state in optimizer.state.values() for each in state.values())
+    states = (
+        each if isinstance(each, int | float) else id(each) for each in found if isinstance(each, torch.Tensor | int | float)
+    )
     return (*groups, *(id(each) for group in optimizer.param_groups for each in group["params"]), *states)
 
 

@@ -61,9 +61,7 @@ def wrap(
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     _displace(net, places)
-    if not isinstance(net, WrappedModel):
-        net.__class__ = subclass_of(type(net), WrappedModel, "_wrapped")
-    assert isinstance(net, WrappedModel)
+    net = net if isinstance(net, WrappedModel) else extend(net, type(net), WrappedModel)
     move(net, places)
     net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
     for path, each in places.items():
@@ -73,27 +71,39 @@ def wrap(
     return net
 
 
-Extended = TypeVar("Extended", bound=nn.Module)
+class Extension(nn.Module):
+    """Methods that a model has besides those of its class. A program that asks for its class finds the original one, and files
+    have nothing of ours."""
+
+    _original: type[nn.Module]
+
+    def _class(self) -> type[nn.Module]:
+        return self._original
+
+    def _become(self, kind: type[nn.Module]) -> None:
+        """As a parametrization does."""
+        extend(self, kind, type(self).__bases__[0])
+
+    __class__ = property(_class, _become)
 
 
-def subclass_of(kind: type[nn.Module], methods: type[Extended], original: str) -> type[Extended]:
-    """The class of a model of class ``kind`` that has these methods besides, and names ``kind`` by its attribute ``original``.
-    One for all models of a class: torch asks whether models are of the same."""
-    for found in kind.__subclasses__():
-        if found.__dict__.get(original) is kind:
-            return cast(type[Extended], found)
-    return type(kind.__name__, (methods, kind), {original: kind, "__module__": kind.__module__})
+Extended = TypeVar("Extended", bound=Extension)
+
+
+def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Extended:
+    """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
+    found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
+    if found is None:
+        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__}
+        found = type(kind.__name__, (methods, kind), names)
+    object.__dict__["__class__"].__set__(net, found)
+    return cast(Extended, net)
 
 
 def as_original(reduced: Any, kind: type[nn.Module], without: str) -> Any:
     """What ``__reduce_ex__`` of such a model has given, as that of a model of class ``kind`` without one attribute."""
-    _, args, state, *rest = reduced
-    return _made, (kind, *args[1:]), {name: value for name, value in state.items() if name != without}, *rest
-
-
-def _made(kind: type[nn.Module], *args: Any) -> nn.Module:
-    """As ``copyreg.__newobj__``, which a pickle takes for objects of that very class only."""
-    return kind.__new__(kind, *args)
+    made, args, state, *rest = reduced
+    return made, (kind, *args[1:]), {name: value for name, value in state.items() if name != without}, *rest
 
 
 class Placed:
@@ -114,12 +124,11 @@ class Placed:
         return list(dict.fromkeys(worker for each in self.places.values() for worker, _ in each))
 
 
-class WrappedModel(nn.Module):
+class WrappedModel(Extension):
     """What ``wrap`` makes of a model's class: a subclass with these methods besides."""
 
     _placement = Placed({}, 1, "there")
-    """What a module of this class has that was made of another one (``net[1:]``)."""
-    _wrapped: type[nn.Module]
+    """What another model of this class has (``type(net)(...)``)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
@@ -209,7 +218,7 @@ class WrappedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
-        return as_original(super().__reduce_ex__(protocol), self._wrapped, "_placement")
+        return as_original(super().__reduce_ex__(protocol), self._original, "_placement")
 
 
 class Replicas:
@@ -345,8 +354,12 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
     if first.layout is not torch.strided:
         return [sharing]
     storage = first.untyped_storage()
+    moves = any(where is not None for _, where in sharing)
+    for tensor, _ in sharing if moves else ():
+        if tensor._is_view() and not tensor.requires_grad:  # a buffer keeps the tensor that it is a view of
+            torch._C._swap_tensor_impl(tensor, tensor.data)
     others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
-    if others > 0 and any(where is not None for _, where in sharing):
+    if others > 0 and moves:
         raise NotSupported(
             f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model",
             hint="drop views of parameters, and graphs of earlier forwards, before wrap; or clone() what stays",

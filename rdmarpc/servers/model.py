@@ -14,7 +14,7 @@ from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph import Crossing, Transfers, describe
 from ..places.placement import deepest
-from ..places.wrap import WrappedModel, as_original, subclass_of
+from ..places.wrap import Extension, WrappedModel, as_original, extend
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .bundle import ALWAYS, TRACED, Edge
@@ -75,14 +75,12 @@ def serve(
     try:
         if optimizer is not None:
             there.optimizer = served_optimizer.make(there, optimizer, list(net.parameters()), defaults)
-        kind = net._served if isinstance(net, ServedModel) else type(net)
-        net.__class__ = subclass_of(kind, ServedModel, "_served")
-        assert isinstance(net, ServedModel)
-        net._servers = there
+        served = net if isinstance(net, ServedModel) else extend(net, type(net), ServedModel)
+        served._servers = there
     except BaseException:
         there.close()
         raise
-    return net
+    return served
 
 
 def _check(agent: Agent, servers: Sequence[str], workers: list[str], staging: str) -> None:
@@ -133,12 +131,11 @@ def _placed(name: str, placement: Mapping[str, str], servers: Sequence[str]) -> 
     return server
 
 
-class ServedModel(nn.Module):
+class ServedModel(Extension):
     """What ``serve`` makes of a model's class: a subclass with these methods besides. One thread at a time."""
 
     _servers: Servers | None = None
-    """``None``: of a module of this class that was made of another one (``net[1:]``)."""
-    _served: type[nn.Module]
+    """``None``: of another model of this class (``type(net)(...)``)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._servers is not None:
@@ -251,7 +248,7 @@ class ServedModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class, with the present weights: no server knows of them."""
         self._wait()
-        return as_original(super().__reduce_ex__(protocol), self._served, "_servers")
+        return as_original(super().__reduce_ex__(protocol), self._original, "_servers")
 
 
 _NAMES = [name for name in vars(ServedModel) if not name.startswith("_") and not hasattr(nn.Module, name)]

@@ -410,6 +410,21 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
+class Rectified(torch.optim.SGD):
+    """Counts in its state, as classes of others do, and does something else from the sixth step on."""
+
+    def step(self, closure: Any = None) -> None:
+        state = self.state[self.param_groups[0]["params"][0]]
+        state["step"] = state.get("step", 0) + 1
+        super().step()
+        if state["step"] > 5:
+            super().step()
+
+
+def rectified(params: Any) -> torch.optim.Optimizer:
+    return Rectified(params, lr=0.1)
+
+
 def checkpointed(net: nn.Module, optimizer: Any) -> Step:
     """What a checkpoint computes again draws what was drawn before."""
     inner = nn.Sequential(net, nn.Dropout(0.5))
@@ -428,6 +443,7 @@ REFUSED = {
     "item": (reads, momentum, "asks what aten::_local_scalar_dense gives"),
     "branch": (branches, momentum, "asks what aten::_local_scalar_dense gives"),
     "list": (lists, momentum, ""),
+    "state": (trains, rectified, ""),
     "kept": (keeps, momentum, "keeps a tensor of each call"),
     "number": (counts, momentum, "another number"),
     "adam": (trains, adam, "asks what aten::_local_scalar_dense gives"),

@@ -241,6 +241,11 @@ def others_use_it() -> None:
         rpc.wrap(net, {"0": "worker1", "1": "worker2"})
     assert all(type(p) is nn.Parameter for p in net.parameters()), "nothing has moved"
     del view
+    kept = torch.ones(1, 4)
+    net[1].register_buffer("row", kept[0])
+    with pytest.raises(rpc.NotSupported, match="used by 1 tensors outside"):
+        rpc.wrap(net, {"1": "worker1"})
+    del net[1].row
     loss = net(torch.randn(2, 4, requires_grad=True)).sum()
     with pytest.raises(rpc.NotSupported):  # the graph has saved a weight
         rpc.wrap(net, {"0": "worker1"})

@@ -196,11 +196,20 @@ def test_files(drive):
     drive(files)
 
 
+def _names(file: io.BytesIO) -> set[str]:
+    """What a reader of it has to know."""
+    file.seek(0)
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+
+
 def pickled() -> None:
-    """A pickle, and a file, of the whole model is a model that is all where it is read."""
+    """A pickle, and a file, of the whole model is a model that is all where it is read, which need not know of workers."""
     model, twin = both(Net, PLACEMENT)
-    file = io.BytesIO()
+    assert model.__class__ is Net
+    file, other = io.BytesIO(), io.BytesIO()
     torch.save(model, file)
+    torch.save(twin, other)
+    assert _names(file) == _names(other)
     file.seek(0)
     for plain in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert type(plain) is Net
@@ -278,17 +287,19 @@ def test_tied_weights(drive):
 
 
 class Overlapping(nn.Module):
-    """Parameters over one memory, and an attribute over a parameter's, as ``spectral_norm`` of old has it before a forward."""
+    """Parameters over one memory, and an attribute over a parameter's, as ``spectral_norm`` of old has it before a forward. A
+    buffer that is a view of what nobody else has, as tables of positions are."""
 
     def __init__(self) -> None:
         super().__init__()
         memory = torch.randn(30)
         self.scale, self.shift = nn.Parameter(memory[:20]), nn.Parameter(memory[10:])
         self.seen = self.shift.data
+        self.register_buffer("table", torch.randn(20, 1).transpose(0, 1))
         self.head = nn.utils.spectral_norm(nn.Linear(20, 4))
 
     def forward(self, x):
-        return self.head(x * self.scale + self.shift) + self.seen.sum()
+        return self.head(x * self.scale + self.shift + self.table) + self.seen.sum()
 
 
 def overlapping() -> None:
