@@ -22,7 +22,22 @@ FOLDERS = {
 
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 TRAINERS = ["transformers>=5", "lightning", "accelerate"]
-ZOO = [*TRAINERS, "torchvision", "timm", "torch_geometric"]
+_LIBRARIES = [
+    "diffusers",
+    "segmentation_models_pytorch",
+    "monai",
+    "kornia",
+    "x-transformers",
+    "vit-pytorch",
+    "neuraloperator",
+    "e3nn",
+    "pytorch-forecasting",
+    "gluonts",
+    "zuko",
+    "sentence-transformers",
+    "denoising-diffusion-pytorch",
+]
+ZOO = [*TRAINERS, "torchvision", "timm", "torch_geometric", *_LIBRARIES]
 _MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]
 # fedml, machin and fairscale come without what they require (make clients).
 CLIENTS = [

@@ -75,6 +75,7 @@ class RemoteTensor(torch.Tensor):
     _offset: int
     _words: tuple[int, int]
     """The storage's name, and -1 for all of it as it was made, else the offset of a view (``_at``)."""
+    __module__ = "torch"  # by this of an operand, opt_einsum and others choose what they call
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -228,6 +229,7 @@ class RemoteTensor(torch.Tensor):
 
 
 elsewhere.classes.append(RemoteTensor)
+torch.RemoteTensor = RemoteTensor  # type: ignore[attr-defined]  # where pickle looks for it then
 
 
 class RemoteStorage:

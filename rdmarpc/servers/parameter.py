@@ -101,7 +101,7 @@ class Watch:
         _watches.add(self)
 
     def _kind(self, base: type) -> type:
-        return type(f"Served{base.__name__}", (ServedParameter, base), {"_watch": self})
+        return type(f"Served{base.__name__}", (ServedParameter, base), {"_watch": self, "__module__": base.__module__})
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._names[self._position[id(parameter)]]

@@ -19,7 +19,6 @@ from .entry import Entry, placed
 from .sides import Alone, Served, Wrapped, closing, difference
 
 EQUAL, REFUSED, WRONG, CRASH, BROKEN = "equal", "refused", "wrong", "crash", "broken"
-STEPS = 5
 
 
 @dataclass
@@ -55,7 +54,7 @@ def train(side: Alone, entry: Entry) -> Trained:
     seen: list[Any] = []
     times = []
     early = 0
-    for number in range(STEPS):
+    for number in range(entry.steps):
         torch.manual_seed(100 + number)
         args, kwargs = entry.batch(number)
         start = time.perf_counter()
@@ -67,10 +66,10 @@ def train(side: Alone, entry: Entry) -> Trained:
         if isinstance(side, Served):
             model.pull()
         times.append(time.perf_counter() - start)
-        if number in (1, STEPS - 1):
+        if number in (1, entry.steps - 1):
             early, staged = (model.counters()["bytes_staged"] if side.name != "alone" else 0), early
         # The last one is kept as it is: later steps must not write over it.
-        kept = _apart_from(output) if number == 0 else output if number == STEPS - 1 else None
+        kept = _apart_from(output) if number == 0 else output if number == entry.steps - 1 else None
         seen.append({"output": kept, "loss": loss.detach(), "gradients": copied(side.gradients()) if number != 2 else None})
     if entry.evaluated:
         model.eval()
@@ -84,7 +83,7 @@ def train(side: Alone, entry: Entry) -> Trained:
     loss.backward()  # onto the gradients of the last step
     optimizer.step()
     seen.append({"loss": loss.detach(), "state": {**model.state_dict()}})
-    return Trained(seen, statistics.median(times[2:]), early - staged)
+    return Trained(seen, statistics.median(times[2:] or times), early - staged)
 
 
 def _apart_from(output: Any) -> Any:
@@ -118,13 +117,15 @@ def rows_of(family: str, name: str, entry: Entry, serve: bool = True) -> list[Ro
 
 
 def _row(row: Row, net: nn.Module, entry: Entry, alone: Trained, rule: Any) -> Row:
-    net = copy.deepcopy(net)
+    original, net = net, copy.deepcopy(net)
     try:
         side = Served(net) if rule is None else Wrapped(net, placed(net, rule), **entry.options)
         with closing(side):
             ours = train(side, entry)
         row.detail = _apart(ours.steps, alone.steps)
         row.outcome = WRONG if row.detail else EQUAL
+        if row.detail and (own := _apart(train(Alone(copy.deepcopy(original)), entry).steps, alone.steps)):
+            row.outcome, row.detail = BROKEN, f"one process differs from itself: {own}"
         row.staged, row.ratio = ours.staged, ours.seconds / alone.seconds
     except NotSupported as error:
         row.outcome, row.detail = REFUSED, said(error)

@@ -43,6 +43,7 @@ class Entry:
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
     rate: float = 1e-3
     evaluated: bool = True
+    steps: int = 5
 
 
 def images(channels: int = 3, size: int = 32, count: int = 2) -> Callable[[int], Batch]:
@@ -59,9 +60,11 @@ def tokens(length: int = 10, words: int = 40, count: int = 2) -> Callable[[int],
 
 def placed(net: nn.Module, rule: Placed) -> dict[str, str]:
     """``half``: the second half of the model's parts at one worker. ``thirds``: every third part here, the others in turns at
-    two workers."""
+    two workers. ``all``: the model at one worker."""
     if not isinstance(rule, str):
         return dict(rule)
+    if rule == "all":
+        return {"": "worker1"}
     parts = list(parts_of(net))
     if rule == "half":
         return dict.fromkeys(parts[(len(parts) + 1) // 2 :], "worker1")

@@ -19,6 +19,24 @@ NEEDS = {
     "architectures": ("transformers",),
     "torch_geometric": ("torch_geometric",),
     "trainers": ("lightning", "transformers", "accelerate"),
+    "libraries": (
+        "torchvision",
+        "timm",
+        "segmentation_models_pytorch",
+        "torch_geometric",
+        "diffusers",
+        "monai",
+        "kornia",
+        "x_transformers",
+        "vit_pytorch",
+        "neuralop",
+        "e3nn",
+        "pytorch_forecasting",
+        "gluonts",
+        "zuko",
+        "sentence_transformers",
+        "denoising_diffusion_pytorch",
+    ),
 }
 """Packages by family."""
 
@@ -31,6 +49,7 @@ MODULES = {
     "architectures": "architectures",
     "torch_geometric": "graph_models",
     "trainers": "trainer_loops",
+    "libraries": "libraries",
 }
 
 
@@ -39,9 +58,15 @@ def missing(family: str) -> list[str]:
 
 
 def entries(family: str) -> Mapping[str, Any]:
+    import_packages(family)
+    return importlib.import_module(f".{MODULES[family]}", __package__).ENTRIES
+
+
+def import_packages(family: str) -> None:
     if NEEDS[family] and importlib.util.find_spec("torchvision") is not None:
         _import_torchvision()
-    return importlib.import_module(f".{MODULES[family]}", __package__).ENTRIES
+    for package in NEEDS[family]:
+        importlib.import_module(package)
 
 
 def _import_torchvision() -> None:

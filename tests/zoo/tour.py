@@ -102,10 +102,11 @@ def _read(diary: Path) -> tuple[list[str], list[Row]]:
 
 
 def _worker(family: str, names: list[str], diary: str, rank: int) -> None:
-    shown = families.entries(family)
     try:
-        if rank:
+        if rank:  # operators that packages register
+            families.import_packages(family)
             return
+        shown = families.entries(family)
         with open(diary, "a", encoding="utf-8") as file:
             for name in names:
                 faulthandler.dump_traceback_later(LIMIT_S, exit=True)

@@ -880,6 +880,9 @@ def graph_is_plain() -> None:
     assert x.device == torch.device("cpu") and x.is_leaf and not y.is_leaf and isinstance(x, torch.Tensor)
     assert x.element_size() == 4 and x.nbytes == 12 and x.numel() == 3 and x.storage_offset() == 0
     assert hash(x) == hash(x) and x in [x]
+    # opt_einsum chooses by it what multiplies, and made an array of numpy's
+    assert {type(each).__module__.partition(".")[0] for each in (x, y, nn.Parameter(x))} == {"torch"}
+    assert pickle.loads(pickle.dumps(RemoteTensor)) is RemoteTensor
     assert place_of(x) is not None and place_of(torch.ones(1)) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -120,6 +120,7 @@ def writing(rank: int) -> None:
     assert model.counters()["rpc_messages"] == before
     with pytest.raises(rpc.NotSupported, match=r"'last.weight'.*cannot become \(3, 8\)"):
         model.last.weight.data = torch.zeros(3, 8)
+    assert {type(parameter).__module__.partition(".")[0] for parameter in model.parameters()} == {"torch"}
     model.close()
     assert not any(isinstance(parameter, ServedParameter) for parameter in model.parameters())
 
