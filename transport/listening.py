@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .tls.handshake import Tls
 
 MAX_HELLO = 64 << 10
-_TAKEN_IN_S = 10.0
-"""For the system of a peer's host, which takes a connection in whatever its processes do; else it is cut off."""
 _TLS_LINGER_S = 1.0  # for peers to take what is sealed already
 
 
@@ -111,11 +109,10 @@ class ListeningDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"{self.name} cannot reach {peer!r}: {why}", device=self.name, hint=self._others)
         where, uid = self._where(peer.decode("ascii", "replace"))
-        begin = time.monotonic()
-        deadline = begin + of_socket(timeout)
+        deadline = time.monotonic() + of_socket(timeout)
         try:
             prove = partial(self._prove, initiator=True, deadline=deadline, expect=uid)
-            sock, key = reach(lambda left: self._dial(where, min(left, _TAKEN_IN_S)), prove, deadline)
+            sock, key = reach(partial(self._dial, where), prove, deadline)
             try:
                 return self._meet(sock, key, hello, deadline, pool)
             except BaseException:
@@ -126,8 +123,7 @@ class ListeningDevice(Device):
                 raise self._closed(where) from None
             late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
             if late or isinstance(error, TimeoutError):
-                why = f"the peer did not answer within {time.monotonic() - begin:.1f} s"
-                raise TransferTimeout(why, peer=where, device=self.name) from None
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device=self.name) from None
             if isinstance(error, OSError):
                 raise broken_by(error, "connecting", peer=where, device=self.name) from error
             raise

@@ -466,7 +466,7 @@ def _call_all(callbacks: list[Callable[[], None]], guard: Guard) -> None:
 def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:
     links = Links(poller, agent.group, agent.rrefs.lost)
     losses = Losses(agent.device, agent.progress, agent.group, agent.pool, links, agent.ended)
-    return links, losses, Connections(agent.device, agent.group, links, losses)
+    return links, losses, Connections(agent.device, agent.group, links, losses, agent.options.peer_timeout)
 
 
 def _takes(agent: Agent) -> dict[int, Handler]:

@@ -25,16 +25,17 @@ _SEPARATOR = "\0"
 _CROSSING_MAGIC = b"own5"
 """The magic of a hello by which a worker refuses a connection, because its own connection to us counts: it has made one, or is
 making it."""
-_CONNECT_TIMEOUT_S = 60.0
-"""For an answer, which needs a Python thread at the peer; another one may hold the GIL there."""
+_CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
+_HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
 
 
 class Connections:
     """Makes the connections of one worker, and enters them in the table of links. Thread-safe."""
 
-    def __init__(self, device: Device, group: Group, links: Links, losses: Losses) -> None:
+    def __init__(self, device: Device, group: Group, links: Links, losses: Losses, peer_timeout: float) -> None:
+        """``peer_timeout``: seconds after which a worker that gives no sign is lost, 0: never."""
         self._device, self._group, self._links, self._losses = device, group, links, losses
         self._own_pool = device.pool()
         """The pool of a connection to ourselves. Both ends share it, because both lie in this process."""
@@ -47,6 +48,7 @@ class Connections:
         """The numbers of the workers that are being connected to. The tables below are by these numbers too."""
         self._attempts: dict[int, list[Link | BaseException]] = {}
         """The attempts to connect that are under way: each gets one entry, the link or why there is none."""
+        self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
         self._failed: dict[int, tuple[float, PeerLost]] = {}
         """For each worker the last attempt that failed because it took too long: when it ended, and its error."""
 
@@ -110,8 +112,8 @@ class Connections:
                 pool.close()
                 raise
             self._connecting.add(number)
-        begin = time.monotonic()
-        other = self._connect(link, record, begin)
+        limit = time.monotonic() + self._patience
+        other = self._connect(link, record)
         if other is not None:
             return other
         channel = link.channel
@@ -119,7 +121,7 @@ class Connections:
         if said.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
             self._take_leave(link, record)
         if said.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
-            return self._await_theirs(link, record, begin)
+            return self._await_theirs(link, record, limit)
         if said.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
             self._supersede(record)
             with self._lock:
@@ -132,12 +134,12 @@ class Connections:
         channel.close()
         raise fresh(self._links.lost.get(number) or _unreachable(record, "another one listens there now"))
 
-    def _connect(self, link: Link, record: Record, begin: float) -> Link | None:
+    def _connect(self, link: Link, record: Record) -> Link | None:
         """Give a new link its channel; or another one, by which the peer has connected to us meanwhile."""
         number = record.number
         try:
             channel = self._device.connect(
-                record.address.encode(), hello=self._hello() + link.inbox, timeout=_CONNECT_TIMEOUT_S, pool=link.pool
+                record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
             )
         except (PeerLost, TransferTimeout) as error:
             link.pool.close()
@@ -146,7 +148,7 @@ class Connections:
                 if number in self._links.by_worker:
                     return self._links.by_worker[number]
                 if isinstance(error, TransferTimeout):
-                    raise self._silent(record, begin) from None
+                    raise self._silent(record) from None
                 hint = error.hint or (ITS_OUTPUT if error.status in GONE else "")
                 why = _unreachable(record, error.message, error.status, hint)
                 if error.status not in GONE and not hint_for(error):
@@ -163,24 +165,23 @@ class Connections:
         link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
         return None
 
-    def _silent(self, record: Record, begin: float) -> PeerLost:
+    def _silent(self, record: Record) -> PeerLost:
         """Note that an attempt to connect took too long, and return its error. Call it with the lock held."""
-        now = time.monotonic()
-        silent = _unreachable(record, f"no answer within {now - begin:.0f} s: stopped, frozen or cut off?", "SILENT")
-        self._failed[record.number] = now, silent
+        silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
+        self._failed[record.number] = time.monotonic(), silent
         return silent
 
-    def _await_theirs(self, link: Link, record: Record, begin: float) -> Link:
+    def _await_theirs(self, link: Link, record: Record, limit: float) -> Link:
         """Wait for the other end's connection, which counts because both ends connected at the same time. Our own connection
         shows meanwhile whether the peer still runs."""
         number, ours = link.worker, link.channel
         with self._lock:
             self._connecting.discard(number)
-            while number not in self._links.by_worker and ours.error is None and time.monotonic() < begin + _CONNECT_TIMEOUT_S:
+            while number not in self._links.by_worker and ours.error is None and time.monotonic() < limit:
                 self._lock.wait(_LOOK_S)
             found, error = self._links.by_worker.get(number), ours.error
             if found is None:
-                why = self._silent(record, begin) if error is None else _unreachable(record, error.message, error.status)
+                why = self._silent(record) if error is None else _unreachable(record, error.message, error.status)
         ours.close()
         if found is None:
             raise fresh(self._links.lost.get(number) or why)

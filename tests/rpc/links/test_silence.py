@@ -156,18 +156,6 @@ def test_a_busy_worker_is_not_given_up():
         results(outcomes)
 
 
-def busy_at_first(rank):
-    if rank == 0:
-        assert rpc.rpc_sync("worker1", identity, (1,)) == 1
-    else:
-        hold_the_gil(12.0)
-    rpc.shutdown()
-
-
-def test_a_worker_that_is_busy_when_others_first_connect_to_it_is_waited_for():
-    results(run_group(busy_at_first, 2, transport="shm", peer_timeout=TIMEOUT))
-
-
 def all_stopped(rank):
     """The whole group freezes, as with a laptop's lid or Ctrl-Z: nobody is to blame."""
     if rank == 0:
