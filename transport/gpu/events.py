@@ -98,10 +98,12 @@ class StreamPool:
         before = torch.accelerator.current_stream(self._device)
         with same_device(), driver().on(index):
             try:
-                while len(handles) < _MOST:
+                known = 0
+                while known <= len(handles) < _MOST:  # twice round, since another thread may take some meanwhile
                     stream = torch.Stream(self._device)
                     if stream.stream_id in self._places:
-                        break
+                        known += 1
+                        continue
                     self._places[stream.stream_id] = len(handles)
                     torch.accelerator.set_stream(stream)
                     handles.append(current_stream(index))
@@ -118,5 +120,5 @@ class StreamPool:
         with driver().on(self._index):
             captured = _capturing(self._function, handles, count, scratch.buffer_info()[0])
         for _ in range(count if captured >= 0 else 0):
-            if self._places[torch.Stream(self._device).stream_id] == captured:
+            if self._places.get(torch.Stream(self._device).stream_id) == captured:
                 return

@@ -177,7 +177,7 @@ def scripted(rank):
         module = torch.jit.script(Layer())
         name, found = rpc.rpc_sync("worker1", apply, (module, x))
         assert name == "RecursiveScriptModule" and torch.equal(found, module(x))
-        for layer in (rpc.remote("worker1", scripted_layer), rpc.RRef(module)):
+        for layer in (rpc.remote("worker1", scripted_layer), rpc.RRef(module, Layer)):
             assert layer.rpc_sync().forward(x).shape == layer.remote().forward(x).to_here().shape == (2,)
             assert layer.rpc_async().twice(x).wait().tolist() == [0, 2, 4]
             with pytest.raises(AttributeError, match="nowhere"):
