@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -332,14 +333,14 @@ def round_a_capture(rank: int) -> None:
     other = threading.Thread(target=lambda: [torch.Stream(gpu.device()) for _ in iter(over.is_set, True)])
     other.start()
     try:
-        pools = [StreamPool(0) for _ in range(3)]  # while another thread takes some
+        pools = [StreamPool(0) for _ in range(30)]  # while another thread takes some
     finally:
         over.set()
         other.join()
     streams = {}
     while (stream := torch.Stream(gpu.device())).stream_id not in streams:
         streams[stream.stream_id] = stream
-    for pool, captured in zip(pools, (0, 5, len(streams) - 1)):
+    for pool, captured in zip(pools, itertools.cycle((0, 5, len(streams) - 1))):
         number, stream = list(streams.items())[captured]
         with gpu.capture(stream):
             for _ in range(len(streams)):
