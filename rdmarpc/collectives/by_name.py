@@ -44,7 +44,7 @@ def _split_group(
     members = [dist.get_global_rank(parent, rank) for rank in mine]
     text = group_desc or f"{parent.group_desc}:split"
     # Groups of torch 2.10 are always sorted.
-    kept = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    kept: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
     return dist.new_group(members, timeout, use_local_synchronization=True, group_desc=text, **kept)
 
 
