@@ -215,6 +215,9 @@ def _of(module: Any) -> chain[Any]:
     return chain(module._parameters.values(), module._buffers.values(), module._modules.values())
 
 
+_OF_STATES = (torch.Tensor, int, float)
+
+
 def _numbers(optimizer: Any) -> tuple[Any, ...]:
     """The numbers of its groups and states, and the tensors that it has."""
     groups = (
@@ -223,10 +226,8 @@ def _numbers(optimizer: Any) -> tuple[Any, ...]:
         for name, value in group.items()
         if name != "params"
     )
-    found = (each for state in optimizer.state.values() for each in state.values())
-    states = (
-        each if isinstance(each, int | float) else id(each) for each in found if isinstance(each, torch.Tensor | int | float)
-    )
+    found = (each for state in optimizer.state.values() for each in state.values() if isinstance(each, _OF_STATES))
+    states = (id(each) if isinstance(each, torch.Tensor) else each for each in found)
     return (*groups, *(id(each) for group in optimizer.param_groups for each in group["params"]), *states)
 
 
