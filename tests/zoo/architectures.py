@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .compare import Row, built, rows_of
 from .entry import Batch, Entry, total
+from .tried import LARGE
 
 _SIZES = {
     64: "vocab_size max_position_embeddings n_positions n_ctx max_source_positions max_target_positions",
@@ -45,8 +46,6 @@ HEADS: tuple[dict[str, Any], ...] = (
 """Tried one after the other: how wide a head is depends on other sizes in ways of each architecture's own."""
 OPTIONAL = {"sliding_window", "q_lora_rank", "attention_window_size"}
 """What stays ``None`` where it is that."""
-LARGE = 1 << 24
-"""Parameters that are too many."""
 NEVER_SMALL = {"perceiver", "luke", "blt", "rwkv"}
 """What is large whatever the configuration says, or does not run then."""
 

@@ -3,12 +3,11 @@ keeps none of the references that came along."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from called import hold_the_gil
 from group import results, run_group
+from timing import eventually
 
 import rdmarpc as rpc
 
@@ -54,10 +53,7 @@ def given_up(rank: int) -> None:
             rpc.rpc_sync("worker1", take, (torch.ones(NUMBERS * (number + 1)),))
             came = rpc.rpc_sync("worker1", taken)  # one that was given up may have come late
             assert [[1.0]] in came and all(each == [1.0] for call in came for each in call), (number, came)
-        limit = time.monotonic() + 10
-        while rpc.debug_info()["num_owner_rrefs"] and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert rpc.debug_info()["num_owner_rrefs"] == 0
+        eventually(lambda: rpc.debug_info()["num_owner_rrefs"], 0, limit=10.0)
     rpc.shutdown()
 
 
