@@ -28,7 +28,6 @@ from .geometry import Geometry, geometry
 from .operators import Operator, operator
 from .stream import Known, Meta, Storage, Stream
 from .tensor import RemoteTensor, address_of, known_form
-from .worker import flags
 
 _CONSTANT_BYTES = 1 << 16
 _RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
@@ -285,7 +284,7 @@ class Capture(TorchDispatchMode):
         self.written.update(each._handle.name for each in op.operands_written(args, kwargs))
         first = self._number_results(known, out)
         count = 0 if first < 0 else len(known.results)
-        self.events.append(Posted(place, op.name, known.number, first, count, _operands(op, args, kwargs), flags()))
+        self.events.append(Posted(place, op.name, known.number, first, count, _operands(op, args, kwargs), place.flags()))
 
     def _number_results(self, known: Known, out: Any) -> int:
         new = [index for index, told in enumerate(known.results) if told is not None and told[0] == "new"]

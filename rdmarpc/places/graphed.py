@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from ..transport import NotSupported
 from . import autocast, observing, ring
 from .capture import Brought, Capture, Crossed, Event, Fetched, Number, Plain, Posted, Ran, Ref, Result, difference, plains
+from .flags import flags_of_gpus
 from .geometry import Geometry, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
 from .tensor import RemoteTensor, address_of, wrapper
-from .worker import HEAD_BYTES, flags
+from .worker import HEAD_BYTES
 
 _log = logging.getLogger("rdmarpc")
 _WORDS = 1 << 13
@@ -91,7 +92,7 @@ class Graphed:
         modules = tuple((module.training, *map(id, _of(module))) for module in found)
         numbers = tuple(_numbers(each) for ref in self._optimizers.values() if (each := ref()) is not None)
         wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
-        return flags(), modes, modules, numbers, wanted
+        return flags_of_gpus(), modes, modules, numbers, wanted
 
     def _form(self, key: Any) -> _Form:
         found = self._forms.get(key)

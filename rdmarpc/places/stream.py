@@ -30,6 +30,7 @@ from ..base.worker_info import WorkerInfo
 from ..calls import agent as _agent
 from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
+from .flags import flags, flags_of_gpus
 from .geometry import Geometry, bare, dressed, geometry, room
 from .plain import dump, encode, load_error, loads
 from .worker import ENDED, HEAD_BYTES, REPLY_BYTES, Derived, Landing, raw
@@ -219,8 +220,9 @@ class Stream:
         self._questions = 0
         self._waits = False
         self._regions: dict[Stream | None, list[Region]] = {}
+        self.flags = flags if device.type == "cpu" else flags_of_gpus
         self.state: tuple[Any, ...] = ()
-        """The flags under which the worker runs operations (``flags``)."""
+        """The flags under which the worker runs operations."""
         self.forgotten = 0
         """How often the forms of calls, and so their numbers, were forgotten."""
         self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)

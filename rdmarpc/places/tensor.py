@@ -41,7 +41,7 @@ from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, operator
 from .plain import decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
-from .worker import flags, raw
+from .worker import raw
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
@@ -700,7 +700,7 @@ def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: An
 
 def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
     """What is known of a call that was just posted. ``None``: it is asked for what comes out each time."""
-    known = place.known.get(_key(_form(op, args, kwargs, place)[0], flags()))
+    known = place.known.get(_key(_form(op, args, kwargs, place)[0], place.flags()))
     return None if known is None or known.kind == _ASKED else known
 
 
@@ -712,7 +712,7 @@ def _key(form: list[Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
 def _send(place: Stream, op: Operator, form: list[Any], words: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Post an operator, of this form and with these words, and make what stands for its results."""
     place.operations += 1
-    state = flags()
+    state = place.flags()
     key = _key(form, state)
     with place.lock:
         if state != place.state:

@@ -46,7 +46,7 @@ import torch
 from ..calls.agent import Agent
 from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
-from .autocast import inside
+from .flags import set_flags
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
 from .gpus import at_device
 from .operators import RESIZED, operator
@@ -877,29 +877,3 @@ def write_strided(
         flat.as_strided(shape.shape, shape.strides).copy_(tensor)
     flat = flat.view(torch.uint8) if flat.dtype is not torch.uint8 else flat
     channel.memcpy(remote[shift : shift + flat.numel()], flat).wait()
-
-
-def flags() -> tuple[Any, ...]:
-    """Flags of torch, and of this thread, that change what operators compute."""
-    tiny = _TINY * _ONE == 0.0
-    return (_deterministic(), _warns(), _mkldnn(), _precision(), _threads(), tiny, inside.dtype, _dtype())
-
-
-def set_flags(told: tuple[Any, ...], device: str) -> None:
-    """Set them, in the thread that runs operations, whose device is of this type."""
-    deterministic, warns, mkldnn, precision, threads, flushes, autocast, dtype = told
-    torch.set_autocast_enabled(device, autocast is not None)
-    if autocast is not None:
-        torch.set_autocast_dtype(device, decode(autocast))
-    torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
-    torch._C._set_mkldnn_enabled(mkldnn)
-    torch.set_float32_matmul_precision(precision)
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(flushes)
-    torch.set_default_dtype(decode(dtype))
-
-
-_deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
-_mkldnn, _precision, _threads = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision, torch.get_num_threads
-_dtype = torch.get_default_dtype
-_TINY, _ONE = 5e-324, 1.0

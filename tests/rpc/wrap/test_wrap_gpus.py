@@ -91,7 +91,8 @@ class Tagger(nn.Module):
 
 
 def chosen() -> None:
-    """What PyTorch has chosen for the CPU runs as what it chooses on the GPU: attention, LSTMs."""
+    """What PyTorch has chosen for the CPU runs as what it chooses on the GPU: attention, LSTMs. It does so by the caller's
+    flags."""
     for make in (NETS["language"].make, Tagger):
         torch.manual_seed(1)
         net = make()
@@ -102,6 +103,22 @@ def chosen() -> None:
                 F.cross_entropy(each(x.to(at)), y.to(at)).backward()
         for one, other in zip(model.parameters(), twin.parameters()):
             torch.testing.assert_close(home(one.grad), home(other.grad))
+    torch.backends.cuda.enable_math_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with torch.backends.cudnn.flags(benchmark=True, deterministic=True, allow_tf32=False):
+        model(x).sum().item()
+        assert rpc.rpc_sync("worker1", flags_of_gpus) == flags_of_gpus()
+
+
+def flags_of_gpus() -> list[Any]:
+    """What kernels of GPUs ask for besides their operands."""
+    backends = torch.backends
+    cudnn, matmul, attention = backends.cudnn, backends.cuda.matmul, backends.cuda.math_sdp_enabled()
+    return [
+        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision),
+        *(matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction, attention),
+    ]
 
 
 def micro_batches() -> None:

@@ -376,7 +376,12 @@ def flags_of_torch(net: Any) -> Iterator[Any]:
         torch.set_default_dtype(torch.float64)
         yield torch.ones(2) * net(DATA[0][0])[:, :2].double()
         yield net(DATA[0][0] * 1e-40)
+        torch.set_default_dtype(before[1])
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # of GPUs, and torch has two sets of names for these
+        yield from plainly(net)
     finally:
+        torch.backends.mkldnn.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
         torch.use_deterministic_algorithms(before[0])
         torch.set_default_dtype(before[1])
         torch.set_flush_denormal(False)
