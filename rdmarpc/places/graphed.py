@@ -222,7 +222,7 @@ _OF_STATES = (torch.Tensor, int, float)
 def _numbers(optimizer: Any) -> tuple[Any, ...]:
     """The numbers of its groups and states, and the tensors that it has."""
     groups = (
-        value if isinstance(value, int | float | str | tuple) else id(value)
+        value if isinstance(value, int | float | str | tuple) else tuple(value) if isinstance(value, list) else id(value)
         for group in optimizer.param_groups
         for name, value in group.items()
         if name != "params"

@@ -581,11 +581,14 @@ def test_exchanged(group):
 
 
 def strange() -> None:
-    """A step with other numbers in each call is not captured for ever, and is captured when they stay."""
+    """A step with other numbers in each call, here in a list, is not captured for ever, and is captured when they stay."""
     pair = Pair(mlp(), fused, HALVES)
+    groups = [optimizer.param_groups[0] for optimizer in (pair.one, pair.other)]
+    for group in groups:
+        group["betas"] = [0.9, 0.999]
     for turn, (x, y) in enumerate(batches(30)):
-        for optimizer in (pair.one, pair.other):
-            optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * min(turn, 20), 0.999)
+        for group in groups:
+            group["betas"][0] = 0.9 - 0.01 * min(turn, 20)
         pair.both(x, y)
     assert "forms in a row were new" in pair.graph.why
     pair.end(replays=7, runs=23)
