@@ -84,13 +84,13 @@ class Graphed:
         return f"<graphed {self.step!r}: Python ran in {self.runs} calls, not in {self.replays}{why}>"
 
     def _around(self) -> tuple[Any, ...]:
-        """What a step depends on besides its arguments, as far as it is looked at: flags of torch, whether modules train and
-        what they have, numbers and states of optimizers, which gradients there are, and which are wanted."""
+        """What a step depends on besides its arguments, as far as it is looked at: flags of torch, what modules have and the
+        numbers of it (whether they train, say), those and states of optimizers, which gradients there are and are wanted."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
         found = [module for ref in self._modules.values() if (module := ref()) is not None]
-        modules = tuple((module.training, *map(id, _of(module))) for module in found)
-        numbers = tuple(_numbers(each) for ref in self._optimizers.values() if (each := ref()) is not None)
+        modules = tuple((*_numbers_of(module), *map(id, _of(module))) for module in found)
+        numbers = tuple(_options(each) for ref in self._optimizers.values() if (each := ref()) is not None)
         wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
         return flags_of_gpus(), modes, modules, numbers, wanted
 
@@ -217,10 +217,16 @@ def _of(module: Any) -> chain[Any]:
 
 
 _OF_STATES = (torch.Tensor, int, float)
+_NUMBERS = frozenset((bool, int, float, str))
 
 
-def _numbers(optimizer: Any) -> tuple[Any, ...]:
-    """The numbers of its groups and states, and the tensors that it has."""
+def _numbers_of(thing: Any) -> list[Any]:
+    """Attributes that are numbers or texts."""
+    return [each for each in thing.__dict__.values() if each.__class__ in _NUMBERS]
+
+
+def _options(optimizer: Any) -> tuple[Any, ...]:
+    """Its numbers, those of its groups and states, and the tensors that it has."""
     groups = (
         value if isinstance(value, int | float | str | tuple) else tuple(value) if isinstance(value, list) else id(value)
         for group in optimizer.param_groups
@@ -229,7 +235,12 @@ def _numbers(optimizer: Any) -> tuple[Any, ...]:
     )
     found = (each for state in optimizer.state.values() for each in state.values() if isinstance(each, _OF_STATES))
     states = (id(each) if isinstance(each, torch.Tensor) else each for each in found)
-    return (*groups, *(id(each) for group in optimizer.param_groups for each in group["params"]), *states)
+    return (
+        *_numbers_of(optimizer),
+        *groups,
+        *(id(each) for group in optimizer.param_groups for each in group["params"]),
+        *states,
+    )
 
 
 # -- programs

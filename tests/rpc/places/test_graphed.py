@@ -223,7 +223,7 @@ def test_results_are_new(group):
 
 
 def forms() -> None:
-    """Batches of other sizes, evaluation, another mode of torch and a schedule are forms of their own."""
+    """Batches of other sizes, evaluation, another mode of torch, a schedule and a number of a module are forms of their own."""
 
     def make(net: nn.Module, optimizer: Any) -> Step:
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -251,6 +251,9 @@ def forms() -> None:
         if turn == 6:
             for optimizer in (pair.one, pair.other):
                 optimizer.param_groups[0]["lr"] = 0.03
+        if turn == 9:
+            for each in (pair.alone, pair.placed):
+                next(module for module in each.modules() if isinstance(module, nn.Dropout)).p = 0.25
     replays = pair.graph.replays
     assert replays > 20, (replays, pair.graph.runs, pair.graph.why)
     pair.end(replays)
@@ -421,8 +424,24 @@ class Rectified(torch.optim.SGD):
             super().step()
 
 
+class Counting(torch.optim.SGD):
+    """The same, with its count in an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step()
+        if self.steps > 5:
+            super().step()
+
+
 def rectified(params: Any) -> torch.optim.Optimizer:
     return Rectified(params, lr=0.1)
+
+
+def counting(params: Any) -> torch.optim.Optimizer:
+    return Counting(params, lr=0.1)
 
 
 def checkpointed(net: nn.Module, optimizer: Any) -> Step:
@@ -444,6 +463,7 @@ REFUSED = {
     "branch": (branches, momentum, "asks what aten::_local_scalar_dense gives"),
     "list": (lists, momentum, ""),
     "state": (trains, rectified, ""),
+    "attribute": (trains, counting, ""),
     "kept": (keeps, momentum, "keeps a tensor of each call"),
     "number": (counts, momentum, "another number"),
     "adam": (trains, adam, "asks what aten::_local_scalar_dense gives"),
