@@ -194,6 +194,7 @@ def named_refusals() -> None:
     refused(x.share_memory_)
     refused(x.pin_memory)
     refused(x.storage)
+    refused(x.storage_type)
     refused(lambda: torch.from_dlpack(x))
     refused(lambda: x.__dlpack__())
     refused(lambda: x.resize_(9), "resize")
