@@ -91,7 +91,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     package_dir=FOLDERS,
     packages=[name for root, folder in FOLDERS.items() for name in [root, *subpackages(root, folder)]],
     package_data={

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def run(command: list[str], place: Path, limit_s: float, progress: Progress) -> 
             "seconds": round(time.monotonic() - begin, 1),
             "processor_s": round(_processor_s() - processor_s, 1),
             "load": round(load, 1),
-            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         with contextlib.suppress(OSError):  # somebody else has just finished the same

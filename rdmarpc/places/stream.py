@@ -445,8 +445,7 @@ class Stream:
             for stream in locked:
                 stream.lock.release() if stream is not self else None
         where, error, position = next((each for each in found if not isinstance(each[1], Derived)), found[0])
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
+        error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
         return error
 
     def synchronize(self) -> None:

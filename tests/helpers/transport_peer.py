@@ -46,7 +46,7 @@ def _serve(pipe: Connection, kind: str, options: dict[str, Any]) -> None:
             try:
                 pipe.send((True, function(state, *args)))
             except BaseException as error:
-                error.__notes__ = [traceback.format_exc()]  # type: ignore[attr-defined]
+                error.add_note(traceback.format_exc())
                 pipe.send((False, error))
 
 

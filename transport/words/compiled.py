@@ -36,8 +36,6 @@ class Compiled(Kernel):
         self._address = 0
         self.builtin, self._definition = machine.builtin(function.__name__, function.__doc__, self)
         kernels.append(self)
-        if not self._definition.function:
-            self._definition.function = self.address
 
     def __call__(self, *arguments: Any) -> Any:
         """What ``builtin`` does until there is code."""

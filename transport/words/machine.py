@@ -92,10 +92,8 @@ def address_of(code: bytes, symbol: str) -> int:
 
 
 def builtin(name: str, doc: str | None, stand_in: Callable[..., Any]) -> tuple[Callable[..., Any], Definition]:
-    """A builtin function, and its definition, which has to live as long. It calls ``stand_in`` until its ``function`` is set;
-    with Python 3.10 it cannot, and ``function`` is 0."""
+    """A builtin, and its definition, which has to live as long; ``stand_in`` is called until its ``function`` is set."""
     # In C the same arguments: what is called or self, an array, its length, names.
-    forward = getattr(ctypes.pythonapi, "PyObject_Vectorcall", None)
-    address = ctypes.cast(forward, ctypes.c_void_p).value if forward is not None else 0
+    address = ctypes.cast(ctypes.pythonapi.PyObject_Vectorcall, ctypes.c_void_p).value
     definition = Definition(name.encode(), address, _METH_FASTCALL | _METH_KEYWORDS, (doc or "").encode())
     return _new_builtin(ctypes.addressof(definition), stand_in, None), definition

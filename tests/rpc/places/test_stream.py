@@ -161,8 +161,7 @@ def late() -> None:
         wrong = embedded(there, bad.to(one))  # nothing waits
         with pytest.raises(IndexError, match="index out of range") as found:
             (wrong + elsewhere).sum().item()
-        if hasattr(found.value, "__notes__"):
-            assert "worker1" in found.value.__notes__[0] and "in embedded" in found.value.__notes__[0]
+        assert "worker1" in found.value.__notes__[0] and "in embedded" in found.value.__notes__[0]
         with pytest.raises(rpc.RdmaError, match="not computed"):
             wrong.sum().item()
 
