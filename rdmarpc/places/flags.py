@@ -13,20 +13,14 @@ _deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_d
 _mkldnn, _threads, _dtype = torch._C._get_mkldnn_enabled, torch.get_num_threads, torch.get_default_dtype
 _precision, _set_precision = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _OLD_NAMES = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
-_OPERATIONS = ("matmul", "conv", "rnn")
-_GPU = {
-    f"_get_{name}": f"_set_{name}"
-    for name in (
-        "cudnn_enabled",
-        "cudnn_benchmark",
-        "cudnn_deterministic",
-        "cublas_allow_fp16_accumulation",
-        "cublas_allow_fp16_reduced_precision_reduction",
-        "cublas_allow_bf16_reduced_precision_reduction",
-        "sdp_priority_order",
-    )
-} | {f"_get_{name}_sdp_enabled": f"_set_sdp_use_{name}" for name in ("flash", "mem_efficient", "cudnn", "math")}
-"""Functions of torch that get a flag for GPUs, and that set it."""
+_GPU = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation"),
+    *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+)
+_ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
+_GETTERS = [getattr(torch._C, f"_get_{name}") for name in (*_GPU, *(f"{each}_sdp_enabled" for each in _ATTENTION))]
+_SETTERS = [getattr(torch._C, f"_set_{name}") for name in (*_GPU, *(f"sdp_use_{each}" for each in _ATTENTION))]
+_order, _set_order = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
 _TINY, _ONE = 5e-324, 1.0
 
 
@@ -39,9 +33,8 @@ def flags() -> tuple[Any, ...]:
 
 def flags_of_gpus() -> tuple[Any, ...]:
     """Those before which kernels of GPUs ask for others, too. This process need not have one."""
-    found = [getattr(torch._C, getter)() for getter in _GPU]
-    precisions = [_precision("cuda", operation) for operation in _OPERATIONS]
-    return (*[tuple(each) if isinstance(each, list) else each for each in found], *precisions, *flags())
+    precisions = _precision("cuda", "matmul"), _precision("cuda", "conv"), _precision("cuda", "rnn")
+    return (*[getter() for getter in _GETTERS], tuple(_order()), *precisions, *flags())
 
 
 def set_flags(told: tuple[Any, ...], device: str) -> None:
@@ -55,11 +48,13 @@ def set_flags(told: tuple[Any, ...], device: str) -> None:
     torch.set_float32_matmul_precision(_OLD_NAMES[matmul])  # sets what the older functions tell a worker's own programs, too
     _set_precision("mkldnn", "conv", conv)
     _set_precision("mkldnn", "rnn", rnn)
-    for setter, value in zip(_GPU.values(), gpu):
-        several = isinstance(value, tuple) and not setter.endswith("order")
-        getattr(torch._C, setter)(*(value if several else (value,)))
-    for operation, value in zip(_OPERATIONS, gpu[len(_GPU) :]):
-        _set_precision("cuda", operation, value)
+    if gpu:
+        *values, order, matmul, conv, rnn = gpu
+        for setter, value in zip(_SETTERS, values):
+            setter(*value) if isinstance(value, tuple) else setter(value)
+        _set_order(list(order))
+        for operation, value in (("matmul", matmul), ("conv", conv), ("rnn", rnn)):
+            _set_precision("cuda", operation, value)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushes)
     torch.set_default_dtype(decode(dtype))
