@@ -54,11 +54,6 @@ class Engine:
         """When the call under way began (``time.monotonic``); 0: there is none."""
         self.limit = timeout
 
-    @property
-    def folds(self) -> bool:
-        """Whether kernels add up while they receive."""
-        return self.streams is None or self.streams.folds
-
     def begin(self, signature: Signature, timeout: float) -> None:
         """Begin the next call. Raises the error of a group that has failed."""
         self.check()

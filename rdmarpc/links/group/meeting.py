@@ -172,7 +172,7 @@ class Meeting:
     def _keys(self, kind: str) -> list[str]:
         return [f"{kind}/{rank}" for rank in range(self.size)]
 
-    def _told(self, keys: Sequence[str]) -> list[bytes]:
+    def _told(self, keys: list[str]) -> list[bytes]:
         """``keys``: what the ranks, in their order, have to tell."""
         next_look = _FIRST_LOOK_S
         self.missing.clear()
