@@ -16,7 +16,7 @@ from ...base.worker_info import WorkerInfo
 from ...message import device_maps
 from ...options import RpcBackendOptions
 from ...transport import GONE, AuthenticationError, Device, PeerLost, RdmaError, host_id
-from .meeting import Again
+from .meeting import STORE_ENDED, Again
 from .members import Members, Record
 from .registry import Registry
 from .rendezvous import FOR_EVER_S, Rendezvous, open_store
@@ -83,8 +83,8 @@ class Group:
                     device = opened(*self._begin())
                     undo.callback(device.close)
                     self._join(device)
-                except PeerLost:
-                    if self._meeting is None or not self._meeting.too_early:
+                except PeerLost as error:
+                    if self._meeting is None or error.status != STORE_ENDED or not self._meeting.too_early:
                         raise
                     # We began again at once, and found the store of the life before, which rank 0 ends only then.
                     self._open()

@@ -27,7 +27,7 @@ from .job_secret import INSECURE, USERS, Claim, agree, claim
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.01
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 2.0
 """A look at who is missing, and why, costs the store an operation for each rank, and all ranks look."""
-LOST = "was lost before it had joined the group"
+LOST, STORE_ENDED = "was lost before it had joined the group", "STORE_ENDED"
 
 
 class Again(Exception):
@@ -57,7 +57,7 @@ def naming_its_end(missing: Sequence[str] = ()) -> Iterator[None]:
         whom = f"; a moment before there was no sign of {', '.join(missing)}" if missing else ""
         why = f"rank 0 (or torchrun), which hosts it, gave up or died{whom}"
         text = f"the group's store ended before every rank had joined: {why}"
-        raise PeerLost(text, hint="the output of rank 0 says why") from None
+        raise PeerLost(text, status=STORE_ENDED, hint="the output of rank 0 says why") from None
 
 
 def polls() -> Iterator[float]:

@@ -99,6 +99,22 @@ def test_a_worker_started_again_into_the_same_meeting():
     assert outcomes[0].exit_code == -9 and outcomes[1].result == "told", outcomes
 
 
+def dies_in_its_second_life(meeting):
+    meeting.join(world_size=2)
+    rpc.shutdown()
+    if meeting.rank == 0:
+        Rendezvous.begin = lambda _: die()
+        meeting.join(world_size=2)
+    with pytest.raises(rpc.PeerLost, match=r"^rank 0 was lost before it had joined the group: process \d+ has ended"):
+        meeting.join(world_size=2)
+    return "told"
+
+
+def test_a_worker_that_dies_while_it_joins_is_named_at_once():
+    outcomes = run_group(dies_in_its_second_life, 2, dynamic=True, rpc_timeout=60)
+    assert outcomes[0].exit_code == -9 and outcomes[1].result == "told", outcomes
+
+
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_who_is_missing_is_named_by_all(store):
     outcomes = run_group(calls, 3, ranks=[0, 1], rpc_timeout=6.0, **place(store))
