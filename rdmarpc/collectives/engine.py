@@ -47,8 +47,7 @@ class Engine:
         """Held while the streams move."""
         self.sequence = 0
         self._plans: dict[Hashable, exchange.Plan] = {}
-        self.planned = 0
-        """Plans that were made: for the first call of a signature, or, of lists and uneven parts, of these addresses."""
+        """For the first call of a signature, or, of lists and uneven parts, of these addresses."""
         self.signature = Signature("barrier")
         self.since = 0.0
         """When the call under way began (``time.monotonic``); 0: there is none."""
@@ -88,7 +87,6 @@ class Engine:
                 if len(self._plans) >= _PLANS:
                     self._plans.clear()
                 found = self._plans[key] = make(streams)
-                self.planned += 1
             plan = found
             if plan.changes:
                 self._naming(lambda: streams.offer(plan))
