@@ -186,7 +186,7 @@ class Meeting:
                 absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 self.missing[:] = [f"rank {self.ranks[rank]}" for rank in absent]
                 self.look(absent)
-                if waited > self.timeout:
+                if absent and waited > self.timeout:
                     whom = f"no sign of {', '.join(self.missing)}{self.others()}"
                     raise TransferTimeout(f"not every rank joined within {self.timeout:g} s: {whom}", hint=self.hint)
             return [bytes(text) for text in self.store.multi_get(keys)]
