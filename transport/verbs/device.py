@@ -147,7 +147,7 @@ class VerbsDevice(ListeningDevice):
                 channel.withdraw(number)
             except (PeerLost, TransferTimeout) as error:
                 # Deregistering makes it certain: the adapter refuses what still comes. But a GPU's segment stays registered.
-                if self.local.is_gpu(number):
+                if number in self.local.shared:
                     self.lost(channel, error)
         self.local.forget(number)
 

@@ -109,7 +109,8 @@ class Registrations:
         """The type of the GPUs whose memory can be copied; empty: there are none."""
         self._regions: dict[int, MemoryRegion] = {}
         self._gpu: GpuMemory | None = None
-        self._shared: dict[int, tuple[torch.Tensor, int]] = {}  # GPU memory: number -> (what peers may touch, key)
+        self.shared: dict[int, tuple[torch.Tensor, int]] = {}
+        """The GPU memory, by number: what peers may touch, and the key."""
 
     def count(self, name: str) -> None:
         self._memory.count(name)
@@ -136,11 +137,8 @@ class Registrations:
     def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Message:
         """Open GPU memory that is registered to peers. Call it with the lock held."""
         number, key = self._memory.take_number()
-        self._regions[number], self._shared[number] = region, (tensor, key)
+        self._regions[number], self.shared[number] = region, (tensor, key)
         return Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
-
-    def is_gpu(self, number: int) -> bool:
-        return number in self._shared
 
     def forget(self, number: int) -> None:
         """Deregister it."""
@@ -152,7 +150,7 @@ class Registrations:
     def forget_gpu(self, number: int) -> None:
         """Release the tensor that ``share`` kept. Call it after ``forget``."""
         with self._lock:
-            self._shared.pop(number, None)
+            self.shared.pop(number, None)
 
     def announcements(self, own: Pool | None) -> Iterator[Message]:
         """The announcements for a new peer whose own pool is ``own``. Call it with the lock held."""
@@ -162,7 +160,7 @@ class Registrations:
                 yield _of_segment(segment, region)
             elif (entry := foreign.get(number)) is not None:
                 yield Message(REGION, number, entry.key, entry.address, entry.nbytes, region.rkey)
-            elif (shared := self._shared.get(number)) is not None:
+            elif (shared := self.shared.get(number)) is not None:
                 tensor, key = shared
                 yield Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
 
