@@ -83,7 +83,7 @@ from .words.compiled import kernels as known_kernels
 from .words.symbols import CFunction, i32, i64
 
 if TYPE_CHECKING:
-    from .gpu.events import NOT_READY, Event, StreamPool
+    from .gpu.events import Event, StreamPool
     from .gpu.ipc import Exports, Imports, imports_of
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from .verbs import gpudirect
 
 _HOMES = {
-    "gpu.events": "NOT_READY Event StreamPool",
+    "gpu.events": "Event StreamPool",
     "gpu.ipc": "Exports Imports imports_of",
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",

@@ -83,6 +83,8 @@ class Work:
 
 DONE = Work()
 """A copy that was complete when the call returned."""
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""Bound in place of a tensor that was let go of."""
 
 
 class Transfer(abc.ABC):
@@ -296,6 +298,13 @@ class Channel(abc.ABC):
         why = "this channel has no GPU streams"
         raise NotSupported(why, peer=self.peer, device=self.device.name, hint="open cuda, verbs or auto")
 
+    def _index_of(self, device: torch.device | str, kind: str) -> int:
+        """The index of a GPU of this process, of the type ``kind``. Raises ``NotSupported`` for anything else."""
+        place = torch.device(device)
+        if not kind or place.type != kind:
+            raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device=self.device.name)
+        return torch.accelerator.current_device_index() if place.index is None else place.index
+
     def fence(self, timeout: float | None = None) -> None:
         """Return when everything posted on this channel before has arrived, including notifications without data: the peer
         finds them counted from then on. ``timeout`` in seconds. Raises ``PeerLost``, ``TransferTimeout``."""
@@ -328,6 +337,14 @@ class Channel(abc.ABC):
 def check_notify(imm: int | None) -> None:
     if imm is not None and not 0 <= imm < MAX_NOTIFY:
         raise ValueError(f"a notification is a number from 0 to {MAX_NOTIFY - 1}, got {imm}")
+
+
+def rebound(index: int, nbytes: int, tensor: torch.Tensor, gpu: str = "") -> int:
+    """The address of the tensor that copy ``index`` of a transfer is to use, of so many bytes. Raises ``ValueError``."""
+    address, found = local_bytes(tensor, gpu)
+    if found != nbytes:
+        raise ValueError(f"copy {index} was prepared for {nbytes} bytes, got {found}")
+    return address
 
 
 def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion, gpu: str = "") -> tuple[RemoteRegion, torch.Tensor, bool]:

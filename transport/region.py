@@ -17,6 +17,8 @@ LENT = 0xFFFFFFFF
 """Region number of memory lent to one peer for READs (``Device.lend``). ``shm``: the offset is an address of the owner, who
 vouches for it; ``tcp``: the key names the loan, the offset begins with it."""
 _MAGIC, _VERSION = b"RRGN", 1
+OTHERS = "the descriptor was exported by another device, or in an earlier life of this one"
+READ_ONLY = "may only be read"
 
 
 class RemoteRegion:
@@ -70,6 +72,25 @@ class RemoteRegion:
         return RemoteRegion(*fields)
 
     WIRE_SIZE = _WIRE.size
+
+
+def barrier(region: int, key: int, offset: int, nbytes: int, known: tuple[int, int] | None, right: str) -> str:
+    """Why a range that a descriptor names may not be touched; empty if it may. ``known``: bytes and key of the memory that is
+    registered under that number, ``right``: what keeps the peer from it whatever its key."""
+    if known is None:
+        return f"region {region} is not registered (any more)"
+    if right:
+        return f"region {region} {right}"
+    if key != known[1]:
+        return f"wrong key for region {region}"
+    if offset + nbytes > known[0]:
+        return f"bytes {offset}:{offset + nbytes} of a region of {known[0]} bytes"
+    return ""
+
+
+def refusal(why: str, peer: str, device: str) -> RemoteAccessError:
+    """The error of a copy that its descriptor does not permit."""
+    return RemoteAccessError(why, peer=peer, device=device, status="REM_ACCESS_ERR")
 
 
 class Region:

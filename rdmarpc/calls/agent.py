@@ -26,7 +26,7 @@ from ..links import exits, reads
 from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, GRADIENTS, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
-from ..links.losses import Losses, listens
+from ..links.losses import Losses
 from ..links.polling.modes import check_real, dispatch_modes, function_modes, tracing, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
@@ -96,14 +96,13 @@ class Agent:
         # The group, and the device by which its workers are reached.
         self.group = Group(name, rank, world_size, options)
         self.me, self.name = self.group.me, self.group.me.name
-        self.device = _open_device(self.group, options, self._on_connect)
+        self.device = self.group.enter(partial(_open_device, options, self._on_connect))
         undo.callback(self.device.close)
-        self.device.pin()
-        _join(self.group, self.device, options)
         undo.callback(self.group.leave)
         self.number, self.workers, self.resolve = self.group.number, self.group.workers, self.group.resolve
         self.get_worker_infos: Callable[[], list[WorkerInfo]] = partial(list, self.workers)
         """All workers, in rank order (torch's name for it)."""
+        _warn_of_crowds(self.group)
         _check_ways(self.group, self.device, options)
         poller = self.device.poller()
         self.progress = Progress(poller)
@@ -491,17 +490,12 @@ def _use(options: RpcBackendOptions) -> None:
     local.first_call()
 
 
-def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[[Channel], bytes]) -> Device:
-    secret, kind = group.begin(options)
+def _open_device(options: RpcBackendOptions, on_connect: Callable[[Channel], bytes], secret: bytes, kind: str) -> Device:
     if kind == "shm" and driver.count():
         kind = "cuda"  # it extends ``shm`` by GPU memory
-    return open_by(options, kind, secret, on_connect)
-
-
-def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:
-    key = device.memory.identity.public.hex()
-    group.join(device.address.decode(), key, options, partial(listens, device))
-    _warn_of_crowds(group)
+    device = open_by(options, kind, secret, on_connect)
+    device.pin()
+    return device
 
 
 def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> None:

@@ -322,7 +322,7 @@ class ProcessGroup(_Group):
     @collective
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
         output, input = _one(output), _one(input)
-        if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
+        if plain(output, input) and input.numel() == output.numel() * self.members_count:
             how = sum_of(opts.reduceOp, output.dtype)
             if how.code >= 0 and how.factor is None:
                 return calls.scatter_sum(output, input, how), [output], None, [input], True

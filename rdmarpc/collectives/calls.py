@@ -3,8 +3,8 @@
 Which way a call takes follows from its size and the number of ranks alone, so all ranks take the same:
 
 * a small ``all_reduce``: everybody sends everything to everybody, and adds up for itself;
-* a large one: everybody adds up one part, and sends that to the others, in one pass (``transport/exchange/reduction``). Where
-  torch has to add up, block by block: everybody adds up its part of the block, then sends that to the others;
+* a large one: everybody adds up one part, and sends that to the others, in one pass (``transport/exchange/pieces``). What
+  torch has to add up goes as small ones do, block by block;
 * all others: straight from the rank that has it to the rank that needs it.
 
 The first call of a signature makes a plan: what goes where, as offsets from the tensor, or (of lists, and of parts of several
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from functools import reduce as reduce_in_order
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ from .sums import Sum, sum_of
 
 ONE_SHOT = 128 << 10
 """Bytes that a rank receives of all others, at most, where everybody sends everything to everybody."""
-PART = 512 << 10
-"""Bytes of a block that one rank adds up."""
+_BLOCK = 512 << 10
+"""Bytes that torch adds up at once."""
 Flat = torch.Tensor
 Run = Callable[[Engine, float], None]
 """A call, with the seconds that it may take; 0: those of the group."""
@@ -73,20 +74,15 @@ def _sum(engine: Engine, outs: dict[int, exchange.Span], own: Flat, result: Flat
     """Exchange: send ``outs``, and add up what comes from everybody else with ``own`` into ``result``."""
     nbytes = span(own)[1]
     others = [rank for rank in range(engine.size) if rank != engine.rank]
-    if how.code >= 0 and engine.folds:
+    if how.code >= 0:
         fold = exchange.Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, False)
         engine.move(outs, dict.fromkeys(others, (0, nbytes)), fold)
         return
     parts = {rank: torch.empty_like(own) for rank in others}
     engine.move(outs, {rank: span(part) for rank, part in parts.items()})
     parts[engine.rank] = own
-    how.add_up(result, [parts[rank] for rank in range(engine.size)])
-
-
-def cut(count: int, size: int) -> list[tuple[int, int]]:
-    """Start and end of each rank's part of ``count`` elements."""
-    part = -(-count // size)
-    return [(min(rank * part, count), min((rank + 1) * part, count)) for rank in range(size)]
+    assert how.function is not None
+    result.copy_(reduce_in_order(how.function, [parts[rank] for rank in range(engine.size)]))
 
 
 def barrier(name: str = "barrier") -> Run:
@@ -116,29 +112,15 @@ def all_reduce(data: torch.Tensor, how: Sum) -> Run:
     def run(engine: Engine) -> None:
         if how.factor is not None:
             data.detach().mul_(how.factor)
-        if how.code >= 0 and engine.folds:
+        if how.code >= 0:
             engine.run(signature, make, data.data_ptr(), data.data_ptr())
         elif engine.size > 1:
-            _by_blocks(engine, data.detach().view(-1), how)
+            for block in data.detach().view(-1).split(_BLOCK // data.element_size()):
+                _sum(engine, {rank: span(block) for rank in range(engine.size) if rank != engine.rank}, block, block, how)
         if how.average:
             how.finish(data.detach(), engine.size)
 
     return partial(_call, signature, run)
-
-
-def _by_blocks(engine: Engine, data: Flat, how: Sum) -> None:
-    """Where kernels do not add up while they receive."""
-    size, rank = engine.size, engine.rank
-    if span(data)[1] * (size - 1) <= ONE_SHOT:
-        _sum(engine, {other: span(data) for other in range(size) if other != rank}, data, data, how)
-        return
-    block = size * (PART // data.element_size())
-    for start in range(0, data.numel(), block):
-        piece = data[start : start + block]
-        parts = [piece[begin:end] for begin, end in cut(piece.numel(), size)]
-        mine, sent = parts[rank], {other: span(part) for other, part in enumerate(parts) if other != rank}
-        _sum(engine, sent, mine, mine, how)
-        engine.move(dict.fromkeys(sent, span(mine)), sent)
 
 
 def reduce(data: Flat, how: Sum, root: int) -> Run:

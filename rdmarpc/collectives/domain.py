@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..links.group.meeting import LOST
 from ..options import RpcBackendOptions, open_by
 from ..transport import Channel, PeerLost, TransferTimeout, exchange
 
@@ -93,7 +94,7 @@ class Domain:
         try:
             return self.device.connect(address, hello=self.token.encode(), timeout=timeout)
         except PeerLost as error:
-            text = f"{name} was lost before it had joined the group: {error.message}"
+            text = f"{name} {LOST}: {error.message}"
             raise PeerLost(text, peer=name, device=error.device, status=error.status) from None
 
     def _come(self, token: str) -> Channel | None:

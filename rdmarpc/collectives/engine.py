@@ -47,17 +47,11 @@ class Engine:
         """Held while the streams move."""
         self.sequence = 0
         self._plans: dict[Hashable, exchange.Plan] = {}
-        self.planned = 0
-        """Plans that were made: for the first call of a signature, or, of lists and uneven parts, of these addresses."""
+        """For the first call of a signature, or, of lists and uneven parts, of these addresses."""
         self.signature = Signature("barrier")
         self.since = 0.0
         """When the call under way began (``time.monotonic``); 0: there is none."""
         self.limit = timeout
-
-    @property
-    def folds(self) -> bool:
-        """Whether kernels add up while they receive."""
-        return self.streams is None or self.streams.folds
 
     def begin(self, signature: Signature, timeout: float) -> None:
         """Begin the next call. Raises the error of a group that has failed."""
@@ -93,7 +87,6 @@ class Engine:
                 if len(self._plans) >= _PLANS:
                     self._plans.clear()
                 found = self._plans[key] = make(streams)
-                self.planned += 1
             plan = found
             if plan.changes:
                 self._naming(lambda: streams.offer(plan))

@@ -1,29 +1,23 @@
-"""How the members of a group meet in its store: each tells where it can be reached, then where its peers may write.
-
-A rank is a number, and processes come and go under it: what a killed one has told may still be in the store, and a new one may
-take its place while the others meet. So each process claims its rank with random digits first, and what it tells after that
-stands under a digest of all claims. Whoever waits looks at the claims again, and begins anew with those that there are then.
-After a meeting its ranks take back what they have told."""
+"""How the members of a group meet in its store, and reach each other: each tells where it can be reached, then where its peers
+may write. After a meeting its ranks take back what they have told."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ..links.group.job_secret import INSECURE, USERS, Claim, agree, claim
-from ..links.group.restarts import restarted_by_launcher, runs
+from ..links.group.job_secret import Claim
+from ..links.group.meeting import LOST, Again, Meeting, naming_its_end, restarted_by_launcher
 from ..options import RpcBackendOptions
-from ..transport import Channel, PeerLost, RdmaError, TransferTimeout, exchange, nobody
+from ..transport import Channel, PeerLost, RdmaError, exchange
 from . import domain as domains
 from .domain import Domain
 from .signature import Mismatch
@@ -45,24 +39,8 @@ ERROR, LEFT = "E", "L"
 _FAILED = "failed"
 """The key of what a rank tells that cannot join."""
 _GRACE_S = 0.05
-_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
 _LAST = "open"
 """What ranks tell last."""
-_CLAIMS_S = 0.1
-"""How often a rank that waits looks at the claims."""
-
-
-class _Changed(Exception):
-    """Another process has claimed a rank: the meeting begins again."""
-
-
-@contextlib.contextmanager
-def _naming_its_end() -> Iterator[None]:
-    """``PeerLost`` if the store ends."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise PeerLost("the group's store ended before every rank had joined", hint=str(error).partition("\n")[0]) from None
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -74,8 +52,8 @@ def named(ranks: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-class Meeting:
-    """The members of one group at its store. ``timeout`` in seconds."""
+class LaneMeeting(Meeting):
+    """The members of one group at its store, and the lanes between them. ``timeout`` in seconds."""
 
     def __init__(
         self,
@@ -88,166 +66,81 @@ class Meeting:
     ) -> None:
         """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them.
         ``known``: channels to the processes that are members for sure, by what torch calls them."""
-        self.rank, self.size, self.timeout, self.options = rank, len(ranks), timeout, options
-        self._ranks = ranks
-        self._base = self._store = store
-        """The store, and the part of it that is for the processes that meet."""
+        super().__init__(store, rank, ranks, named(ranks), timeout)
+        self._options = options
         self._known = {place: known[each] for place, each in enumerate(ranks) if each in known}
         self.channels = dict(self._known)
         """To members, by place, as far as there are any yet."""
-        self._claims: list[Claim] = []
-        self._texts: list[str] = []
-        self._told: list[str] = []
-        self._look_again = 0.0
+        self._keys_told: list[str] = []
 
-    def all(self, kind: str, mine: str) -> list[bytes]:
-        """What every member tells as ``kind``, in rank order. Raises ``TransferTimeout`` that names who is missing."""
-        self._tell(f"{kind}/{self.rank}", mine)
-        # When ranks tell the last, others may take their claims back.
-        return self._all_told(kind, nobody if kind == _LAST else self._look_at_claims)
-
-    def _all_told(self, kind: str, meanwhile: Callable[[], None]) -> list[bytes]:
-        """As ``all``, for what this rank has told already. ``meanwhile`` is called at each look that finds some missing."""
-        keys = [f"{kind}/{rank}" for rank in range(self.size)]
-        found: list[bytes] = []
-
-        def told() -> bool:
-            if self._store.check(keys):
-                found.extend(bytes(self._store.get(key)) for key in keys)
-            else:
-                self._look(keys)
-                meanwhile()
-            return bool(found)
-
-        self._until(told, keys)
-        return found
-
-    def _tell(self, key: str, text: str) -> None:
-        self._store.set(key, text)
-        self._told.append(key)
-
-    def _look(self, keys: Sequence[str]) -> None:
-        """Raise ``PeerLost`` if a member that has not told this yet was lost."""
-        for place, key in enumerate(keys):
-            lost = self._loss(place)
-            if lost is not None and not self._store.check([key]):
-                raise lost
-
-    def _loss(self, place: int) -> PeerLost | None:
-        """What to raise if a member was lost: its channel says so, or, as long as there is none, its process has ended."""
-        channel, text = self.channels.get(place), f"rank {self._ranks[place]} was lost before it had joined the group"
-        if channel is not None:
-            error = channel.error
-            return None if error is None else PeerLost(f"{text}: {error.message}", peer=channel.peer)
-        if not self._claims or restarted_by_launcher():
-            return None
-        claim = self._claims[place]
-        if claim.rank == self.rank or runs(claim, self._mine) is not False:
-            return None
-        return PeerLost(f"{text}: process {claim.pid} has ended", hint="its own output may say why")
-
-    def _check_member(self, place: int) -> None:
-        """Raise if a rank has told that it could not join, or this one was lost."""
-        self.check()
-        self._look_at_claims()
-        if (lost := self._loss(place)) is not None:
-            raise lost
-
-    def _until(self, ready: Callable[[], bool], keys: Sequence[str]) -> None:
-        """``keys``: what the ranks, in their order, have to tell for that."""
-        deadline, pause = time.monotonic() + self.timeout, _LOOK_S
-        with _naming_its_end():
-            while not ready():
-                self.check()
-                if time.monotonic() > deadline:
-                    missing = [f"rank {each}" for each, key in zip(self._ranks, keys) if not self._store.check([key])]
-                    raise TransferTimeout(f"no sign of {', '.join(missing)} within {self.timeout:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, _LAST_LOOK_S)
+    def tell(self, key: str, text: str) -> None:
+        super().tell(key, text)
+        self._keys_told.append(key)
 
     # -- failures
 
     @property
     def _others_failures(self) -> bool:
         """Whether what stands in the store as a failure may be one of an earlier life."""
-        return self._store is self._base and restarted_by_launcher()
+        return self.store is self.base and restarted_by_launcher()
+
+    def look(self, absent: Sequence[int]) -> None:
+        with naming_its_end(self.missing):
+            self.check()
+            super().look(absent)
 
     def check(self) -> None:
         """Raise ``PeerLost`` if another rank has told that it could not join."""
-        with _naming_its_end():
-            if not self._others_failures and self._store.check([_FAILED]):
-                raise PeerLost(json.loads(bytes(self._store.get(_FAILED)))[1])
+        with naming_its_end():
+            if not self._others_failures and self.store.check([_FAILED]):
+                raise PeerLost(json.loads(bytes(self.store.get(_FAILED)))[1])
+
+    def lost(self, rank: int) -> PeerLost | None:
+        """A member's channel says so, or, as long as there is none, its process has ended."""
+        if (channel := self.channels.get(rank)) is None:
+            return super().lost(rank)
+        if (error := channel.error) is None:
+            return None
+        return PeerLost(f"rank {self.ranks[rank]} {LOST}: {error.message}", peer=channel.peer)
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one why it does not join, unless one has told already."""
         text = error.message if isinstance(error, RdmaError) else str(error)
         with contextlib.suppress(dist.DistError):
-            if not self._others_failures and not self._store.check([_FAILED]):
-                why = f"rank {self._ranks[self.rank]} could not join the group: {type(error).__name__}: {text}"
-                self._store.set(_FAILED, json.dumps([self.rank, why]))
+            if not self._others_failures and not self.store.check([_FAILED]):
+                why = f"rank {self.ranks[self.rank]} could not join the group: {type(error).__name__}: {text}"
+                self.store.set(_FAILED, json.dumps([self.rank, why]))
 
     # -- who meets
 
-    def claim(self) -> bytes:
-        """Claim this rank. The secret that this process would use. Raises ``AuthenticationError``, ``ValueError``."""
-        with _naming_its_end():
-            if self._store.check([_FAILED]) and json.loads(bytes(self._store.get(_FAILED)))[0] == self.rank:
-                self._store.delete_key(_FAILED)  # of an earlier process with this rank, or an earlier try
-        self._mine, secret = claim(f"rank {self.rank} of group {next(_made)}", self.rank, self.options)
-        self._text = json.dumps([self._mine.dump(), named(self._ranks)])
-        self._tell(f"claim/{self.rank}", self._text)
-        return secret
+    def enter(self) -> None:
+        """Claim this rank."""
+        with naming_its_end():
+            if self.store.check([_FAILED]) and json.loads(bytes(self.store.get(_FAILED)))[0] == self.rank:
+                self.store.delete_key(_FAILED)  # of an earlier process with this rank, or an earlier try
+        self.claim(f"rank {self.rank} of group {next(_made)}", self._options)
 
-    def begin(self) -> None:
-        """Wait until every rank is claimed. What is told from now on is for these processes. Raises ``Mismatch`` for ranks that
-        make another group, or another process with our rank."""
-        self._store, self.channels = self._base, dict(self._known)
+    def gives_way(self, first: Claim) -> bool:
+        return True  # the last one has the rank: another one that waits sees that
 
-        def check_mine(held: bytes) -> None:
-            if held.decode() != self._text:
-                pids = f"{self._mine.pid} and {Claim.load(json.loads(held)[0]).pid}"
-                raise Mismatch(f"two processes joined the group as rank {self._ranks[self.rank]}: {pids}")
+    def taken(self, other: Claim) -> Exception:
+        return Mismatch(f"two processes joined the group as rank {self.ranks[self.rank]}: {self.mine.pid} and {other.pid}")
 
-        found = self._all_told("claim", lambda: check_mine(bytes(self._store.get(f"claim/{self.rank}"))))
-        check_mine(found[self.rank])
-        self._texts = [text.decode() for text in found]
-        self._claims = [Claim.load(json.loads(text)[0]) for text in self._texts]
-        mine, ours = self._ranks[self.rank], named(self._ranks)
-        for text in self._texts:
-            if (theirs := json.loads(text)[1]) != ours:
-                raise Mismatch(f"rank {mine} makes a group of the ranks {ours}, and another rank one of {theirs}")
-        self._store = dist.PrefixStore(hashlib.sha256("".join(self._texts).encode()).hexdigest()[:16], self._base)
+    def misfit(self, theirs: str) -> Exception:
+        mine = f"rank {self.ranks[self.rank]} makes a group of the ranks {self.group}"
+        return Mismatch(f"{mine}, and another rank one of {theirs}")
 
-    def _look_at_claims(self) -> None:
-        """Raise ``_Changed`` if another process has claimed a rank since ``begin``."""
-        now = time.monotonic()
-        if now < self._look_again or self._store is self._base:
-            return
-        self._look_again = now + _CLAIMS_S
-        with _naming_its_end():
-            for rank, text in enumerate(self._texts):
-                key = f"claim/{rank}"
-                if self._base.check([key]) and bytes(self._base.get(key)).decode() != text:
-                    raise _Changed
-
-    def domain(self, secret: bytes) -> Domain:
-        """The domain of this process. Ranks agree on what they prove themselves with. Raises ``AuthenticationError``."""
-        agreed = agree(self._claims)
-        if agreed == INSECURE:
-            if self.rank == 0:
-                self._tell("secret", secrets.token_hex(32))
-            self._until(lambda: self._store.check(["secret"]), ["secret"])
-            secret = bytes(self._store.get("secret"))
-        kind = self.options.transport
-        if kind == "auto" and len({each.host for each in self._claims}) == 1:
-            kind = "shm"
-        kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", kind)
-        return domains.enter(lambda: Domain(b"" if agreed == USERS else secret, kind, self.options))
+    def domain(self) -> Domain:
+        """The domain of this process, when every rank is claimed. Raises as ``begin``."""
+        self.channels = dict(self._known)
+        secret = self.begin()
+        kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", self.transport(self._options))
+        return domains.enter(lambda: Domain(secret, kind, self._options))
 
     def _sizes(self, kind: int) -> tuple[int, tuple[int, int]]:
         """Bytes of a piece in a lane of this kind, and its slots in each direction, at first and later."""
         others, depth = self.size - 1, _DEPTHS[kind]
-        near = len({each.host for each in self._claims}) == 1
+        near = self.hosts == 1
         room = _FEW[kind] if near else _SLOTS // 8
         piece = max(_LEAST if near else _FAR, min(_MOST, room // others // (depth if near else 1) // 4096 * 4096))
         return piece, (depth, max(depth, min(_SLOTS // others, _LANE) // piece))
@@ -260,8 +153,8 @@ class Meeting:
             if rank == self.rank:
                 continue
             token, address = json.loads(text)
-            check = partial(self._check_member, rank)
-            called = f"rank {self._ranks[rank]}"
+            check = partial(self.look, [rank])
+            called = f"rank {self.ranks[rank]}"
             channel = self.channels[rank] = domain.channel(token, address.encode(), called, self.timeout, check)
             for kind, lanes in enumerate(made):
                 numbers = domain.take_numbers(channel)
@@ -276,12 +169,13 @@ class Meeting:
     def end(self) -> None:
         """Nobody's memory is given back before all have opened it. Then take back what nobody needs any more: a process that
         joins under one of these ranks later must not find it."""
+        self.settled = True  # others may take their claims back
         self.all(_LAST, "")
         with contextlib.suppress(RuntimeError):  # of a store that cannot, or has ended
-            for key in self._told:
-                store = self._base if key.startswith("claim/") else self._store
+            self.base.delete_key(f"claim/{self.rank}")
+            for key in self._keys_told:
                 if not key.startswith(_LAST):
-                    store.delete_key(key)
+                    self.store.delete_key(key)
 
 
 def _channels(job: Any) -> dict[int, Channel]:
@@ -322,10 +216,10 @@ class Ranks:
         if self.size == 1:
             return
         known = _channels(job)
-        meeting = Meeting(store, rank, ranks, timeout, options or RpcBackendOptions(), known)
+        meeting = LaneMeeting(store, rank, ranks, timeout, options or RpcBackendOptions(), known)
         try:
-            secret = meeting.claim()
-            while not self._meet(meeting, secret):
+            meeting.enter()
+            while not self._meet(meeting):
                 self.close("")
         except BaseException as error:
             try:
@@ -338,15 +232,14 @@ class Ranks:
         if job is not None and self.domain is not None:
             self.domain.jobs.setdefault(job, {}).update({ranks[place]: each for place, each in meeting.channels.items()})
 
-    def _meet(self, meeting: Meeting, secret: bytes) -> bool:
+    def _meet(self, meeting: LaneMeeting) -> bool:
         """``False`` if another process has come in the place of one that had claimed a rank."""
         try:
-            meeting.begin()
-            self.domain = meeting.domain(secret)
+            self.domain = meeting.domain()
             self.lanes = meeting.lanes(self.domain, 2)
             self.streams = exchange.streams(self.domain.device, self.rank, self.lanes[0], self.domain.bell)
             meeting.end()
-        except _Changed:
+        except Again:
             return False
         return True
 

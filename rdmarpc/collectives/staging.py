@@ -20,7 +20,7 @@ import torch
 
 from ..base.elsewhere import lies_elsewhere
 from ..message.layout import span
-from ..transport import NOT_READY, Device, Event, NotSupported, Pins, RdmaError, TransferTimeout, cuda_driver
+from ..transport import Device, Event, NotSupported, Pins, cuda_driver
 
 Flat = torch.Tensor
 
@@ -125,9 +125,6 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> 
     return list(tensor.detach().view(-1).split(part)) if part else [tensor.detach().view(-1)] * count
 
 
-_SLEEP_S = 2e-5, 1e-3
-
-
 class _Lane:
     """One way between a device and the host."""
 
@@ -216,15 +213,10 @@ def staged(tensor: torch.Tensor) -> bool:
 
 def come(events: list[Event], limit: float) -> None:
     """Wait for these, so many seconds at most. Raises ``TransferTimeout``, or ``RdmaError`` if a GPU has failed."""
-    begun = time.monotonic()
+    deadline = time.monotonic() + limit
     for event in events:
-        while (status := event.status()) == NOT_READY:
-            waited = time.monotonic() - begun
-            if waited > limit:
-                raise TransferTimeout(f"a GPU did not come to the tensors of a collective within {limit:g} s", device="cuda")
-            time.sleep(min(max(waited / 10, _SLEEP_S[0]), _SLEEP_S[1]))
-        if status:
-            raise RdmaError(f"a GPU failed: the driver says {status}", device="cuda", status=status)
+        late = f"a GPU did not come to the tensors of a collective within {limit:g} s"
+        event.wait(deadline - time.monotonic(), late, "cuda")
 
 
 class Ends:

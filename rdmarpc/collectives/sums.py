@@ -7,7 +7,7 @@ multiplied before it is summed (``PREMUL_SUM``) is rounded to its type in betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,17 +61,6 @@ class Sum:
     def part(self, values: torch.Tensor) -> torch.Tensor:
         """What a rank with these values adds to the sum."""
         return values if self.factor is None else values * self.factor
-
-    def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""
-        if self.code >= 0:
-            exchange.fold_local(self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.nbytes)
-            return
-        assert self.function is not None
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.function(total, part)
-        result.copy_(total)
 
     def finish(self, result: torch.Tensor, size: int) -> None:
         """What comes after the sum."""

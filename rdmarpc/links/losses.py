@@ -8,16 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, Guard, PeerLost, RdmaError, nobody
+from ..transport import GIVEN_UP, Channel, Device, Guard, PeerLost, RdmaError, nobody
 from . import exits
-from .group.group import Group
-from .group.members import Record
+from .group.group import Group, listens
 from .polling.pool import Pool
 from .polling.progress import Progress
 from .ring import Link
 from .table import Links
 
-_CONNECT_TIMEOUT_S = 10.0
 _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
@@ -27,17 +25,6 @@ ITS_OUTPUT = "that worker's own output has the reason"
 _OF_ITS_PROCESS = ("SILENT", "RETRY_EXC_ERR")
 """Ends of a connection that tell of the process, or the host, behind it. Others may be of this connection alone: one of us had
 enough of the other."""
-
-
-def listens(device: Device, record: Record) -> bool:
-    """Whether the worker of a record still runs. (It may refuse us, as we are not in the group yet.)"""
-    try:
-        device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
-    except AuthenticationError:
-        return False  # somebody else listens there now
-    except RdmaError as error:
-        return error.status not in GONE
-    return True
 
 
 def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:

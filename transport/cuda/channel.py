@@ -127,10 +127,7 @@ class CudaChannel(ShmChannel):
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
         self.check()
         check_notify(imm)
-        place = torch.device(device)
-        if place.type != self.peer_gpus.kind:
-            raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="cuda")
-        index = torch.accelerator.current_device_index() if place.index is None else place.index
+        index = self._index_of(device, self.peer_gpus.kind)
         job = self._after.get((imm, index))
         if job is None or job.failed:
             job = self._after[imm, index] = CudaJob(self, [(self.lane(index), [])], [], imm)

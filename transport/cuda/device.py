@@ -34,7 +34,7 @@ from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RegistrationError
 from ..gpu import driver
-from ..gpu.arena import GpuArena, GpuSegment, settle
+from ..gpu.arena import GpuArena, settle
 from ..memory.arena import PINNED_SEGMENT_BYTES
 from ..region import Array, Region, RemoteRegion, as_tensor
 from ..shm.channel import ShmChannel
@@ -125,14 +125,8 @@ class CudaDevice(ShmDevice):
         for part in parts:
             channel.tell_part(*part)
 
-    def announce_gpu(self, segment: GpuSegment) -> None:
-        self._tell_all(lambda channel: channel.tell(segment))
-
-    def announce_part(self, *part: int) -> None:
-        """``part``: as for ``CudaChannel.tell_part``."""
-        self._tell_all(lambda channel: channel.tell_part(*part))
-
-    def _tell_all(self, tell: Callable[[CudaChannel], None]) -> None:
+    def tell_all(self, tell: Callable[[CudaChannel], None]) -> None:
+        """Announce something to every peer with a GPU."""
         for channel in self._gpu_channels():
             try:
                 tell(channel)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel import Transfer, Work
+from ..channel import NOTHING, Transfer, Work, rebound
 from ..errors import RdmaError, fresh
 from ..gpu.driver import driver
-from ..region import RemoteRegion, local_bytes
-from ..shm.transfer import NOTHING, PreparedRequest
+from ..region import RemoteRegion
+from ..shm.transfer import PreparedRequest
 from ..words import kernels
 from . import kernels as at
 from .lane import Lane
@@ -168,11 +168,9 @@ class CudaTransfer(Transfer):
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         remote, _, write = self._sides[index]
-        nbytes = local_bytes(tensor, self._channel.peer_gpus.kind)[1]
-        if nbytes != remote.nbytes:
-            raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes, got {nbytes}")
+        rebound(index, remote.nbytes, tensor, self._channel.peer_gpus.kind)
         self._sides[index] = (remote, tensor, write)
-        if nbytes:
+        if remote.nbytes:
             self._job = None  # built again when all are bound
 
     def unbind(self, index: int) -> None:

@@ -5,8 +5,8 @@ OK, TIMEOUT, MISMATCH, CLOSED = 0, -1, -2, -3
 """What ``exchange`` returns; for the last two ``CALL_LANE`` says which lane."""
 
 HEADER = 64
-"""Bytes in front of a piece: four words, see ``HEAD_*``."""
-HEAD_SEQUENCE, HEAD_CODE, HEAD_BYTES, HEAD_COUNT = 0, 1, 2, 3
+"""Bytes in front of a piece: five words, see ``HEAD_*``. The last has the bytes of this piece, the third of its message."""
+HEAD_SEQUENCE, HEAD_CODE, HEAD_BYTES, HEAD_COUNT, HEAD_PIECE = 0, 1, 2, 3, 4
 
 # The words of a call, int64 each; the rows of its lanes follow.
 CALL_LANES, CALL_PIECE, CALL_DEPTH, CALL_BELL, CALL_BUDGET = 0, 1, 2, 3, 4

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from ..words.atomics import FOLD_BYTES, fetch_add, fold, load_acquire, memcpy, store_release
 from ..words.atomics import call as call_c
-from ..words.compiled import compiled, compiled_callback
+from ..words.compiled import compiled_callback
 from ..words.kernels import WR_BELLS, WR_RECORD, copy_past_caches, enter, move
 from ..words.signals import signal
 from ..words.symbols import i64, inline
@@ -49,12 +49,6 @@ def folder(code: int, table: int, nbytes: int, count: int) -> int:
     return 0
 
 
-@compiled(i64(i64, i64, i64, i64, i64))
-def fold_table(function: int, code: int, table: int, nbytes: int, count: int) -> int:
-    """``folder``, for Python."""
-    return call_c(function, code, table, nbytes, count)
-
-
 @inline
 def add_up(call: int, result: int, nbytes: int) -> int:
     """Add up the sources in the table of a call."""
@@ -76,6 +70,7 @@ def write(call: int, lane: int, source: int, nbytes: int) -> int:
     store_release(slot + 8 * w.HEAD_CODE, load_acquire(call + 8 * w.CALL_CODE))
     store_release(slot + 8 * w.HEAD_BYTES, load_acquire(lane + 8 * w.LANE_FROM_BYTES))
     store_release(slot + 8 * w.HEAD_COUNT, load_acquire(call + 8 * w.CALL_COUNT))
+    store_release(slot + 8 * w.HEAD_PIECE, nbytes)
     move(slot + w.HEADER, source, nbytes, lane + 8 * w.LANE_ADVICE)
     signal(load_acquire(block + 8 * WR_RECORD), load_acquire(block + 8 * WR_BELLS))
     fetch_add(inflight, -1)

@@ -1,9 +1,8 @@
-"""The streams of one member of an exchange to all others: by the compiled loop where their memory is mapped here, else by
-posts."""
+"""The streams of one member of an exchange to all others, moved by the compiled loop: straight to their memory where that is
+mapped here, else by way of memory of our own, and posts."""
 
 from __future__ import annotations
 
-import abc
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,13 +19,13 @@ from ..words.signals import BELL_BYTES
 from . import kernels
 from . import layout as at
 from .lane import Lane
-from .layout import CALL_WORDS, CLOSED, HEADER, LANE_WORDS, MISMATCH, OK, TIMEOUT
-from .pieces import fold_table, folder
+from .layout import CALL_WORDS, CLOSED, HEADER, LANE_WORDS, TIMEOUT
+from .pieces import folder
 
 Span = tuple[int, int]
 """Address and bytes."""
 NOTHING: Mapping[int, Span] = {}
-_PIECE_HEAD = struct.Struct("<4q")
+_PIECE_HEAD, _PIECE_BYTES = struct.Struct("<4q"), struct.Struct("<q")
 _CLASSES = (1024, 16384)
 
 
@@ -73,11 +72,9 @@ COPY_PAST = 8 << 20
 and with the slots, they are several times as many."""
 
 
-class Streams(abc.ABC):
-    """One thread at a time. ``begin`` a call, then ``advance`` until it gives ``OK``."""
-
-    folds = False
-    """Whether a plan may have a ``Fold``, and whether there is ``sum_plan``."""
+class Streams:
+    """One compiled loop moves all streams, to slots that are mapped here. One thread at a time. ``begin`` a call, then
+    ``advance`` until it gives ``OK``."""
 
     def __init__(self, device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> None:
         """``lanes``: by rank, open, all of one size. ``bell``: number of the bell that their news ring."""
@@ -99,11 +96,16 @@ class Streams(abc.ABC):
             self.words[row + at.LANE_ARRIVED] = lane.arrived
             self.words[row + at.LANE_CREDITED] = lane.credited
             self.words[row + at.LANE_RANK] = rank_there
+            self.words[row + at.LANE_NOTIFY], self.words[row + at.LANE_CREDIT] = self._blocks(lane)
         self._slots: dict[int, memoryview] = {}
         self._ints = memoryview(self.words)
         self._rows = {rank: CALL_WORDS + LANE_WORDS * number for number, rank in enumerate(self.order)}
         for rank in self.lanes:
             self._place(rank)
+
+    def _blocks(self, lane: Lane) -> tuple[int, int]:
+        """The work request blocks by which a piece, and a credit, is announced."""
+        return lane.notify.address, lane.credit.address  # type: ignore[attr-defined]
 
     def _place(self, rank: int) -> None:
         """Where the slots of a lane are, and how many."""
@@ -175,10 +177,10 @@ class Streams(abc.ABC):
         """Of the call under way."""
         return Head(*self.words[at.CALL_SEQUENCE : at.CALL_COUNT + 1].tolist())
 
-    @abc.abstractmethod
     def advance(self, slice_ns: int) -> int:
         """Go on for at most ``slice_ns``: ``OK``, ``TIMEOUT`` or, with ``at_fault``, ``MISMATCH`` or
         ``CLOSED``."""
+        return kernels.exchange(self.address, slice_ns, self.port)
 
     def rest(self, slice_ns: int) -> None:
         """Sleep until something comes, or a slot becomes free, for at most ``slice_ns``; or return at once."""
@@ -221,32 +223,27 @@ class Streams(abc.ABC):
         return self._word(rank, at.LANE_TO_BYTES)
 
 
-class MappedStreams(Streams):
-    """All peers' slots are mapped: one compiled loop moves all streams."""
-
-    folds = True
-
-    def __init__(self, device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> None:
-        super().__init__(device, rank, lanes, bell)
-        for number, lane in enumerate(self.lanes.values()):
-            row = CALL_WORDS + LANE_WORDS * number
-            assert lane.mapped
-            self.words[row + at.LANE_NOTIFY] = lane.notify.address  # type: ignore[attr-defined]
-            self.words[row + at.LANE_CREDIT] = lane.credit.address  # type: ignore[attr-defined]
-
-    def advance(self, slice_ns: int) -> int:
-        return kernels.exchange(self.address, slice_ns, self.port)
-
-
 class PostedStreams(Streams):
-    """Pieces are posted from slots of our own, which lie in the arena from the first piece to a rank on."""
+    """Not all peers' slots are mapped: the loop moves pieces to slots of our own, and what it has written and taken is posted
+    then. The slots lie in the arena from the first piece to a rank on."""
 
     def __init__(self, device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> None:
         self._device = device
         self._out: dict[int, torch.Tensor] = {}
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._posted: dict[tuple[int, int], Work] = {}
+        self._sent, self._taken = dict.fromkeys(lanes, 0), dict.fromkeys(lanes, 0)
+        """How many pieces, and credits, were posted."""
+        # What the loop enters, and counts, for all lanes: words that nobody looks at.
+        self._block = np.zeros(words.WR_HEAD + 4 + words.STATS_WORDS, np.int64)
+        spare = int(self._block.ctypes.data) + 8 * words.WR_HEAD
+        self._block[words.WR_RECORD], self._block[words.WR_CLOSED] = spare, spare + 16
+        self._block[words.WR_INFLIGHT], self._block[words.WR_STATS] = spare + 24, spare + 32
         super().__init__(device, rank, lanes, bell)
+
+    def _blocks(self, lane: Lane) -> tuple[int, int]:
+        block = int(self._block.ctypes.data)
+        return block, block
 
     def _place(self, rank: int) -> None:
         super()._place(rank)
@@ -255,11 +252,22 @@ class PostedStreams(Streams):
         self._transfers = {key: each for key, each in self._transfers.items() if key[0] != rank}
         self._out.pop(rank, None)
 
+    def begin(self, plan: Plan, sequence: int, source: int = 0, target: int = 0, *, patient: bool = False) -> None:
+        super().begin(plan, sequence, source, target, patient=patient)
+        for rank, lane in self.lanes.items():
+            if rank not in self._out and self._word(rank, at.LANE_PUSH):
+                out = self._out[rank] = self._device.empty((lane.stride * lane.out_depth,), dtype=torch.uint8)
+                self.words[self._rows[rank] + at.LANE_OUT] = out.data_ptr()
+
     def advance(self, slice_ns: int) -> int:
         slept = False
         while True:
             seen = kernels.counted(self.address)
-            status = self._step()
+            status = kernels.exchange(self.address, 0, self.port)
+            for number, rank in enumerate(self.order):
+                if not self._post(rank):
+                    self.words[at.CALL_LANE] = number
+                    return CLOSED
             if status != TIMEOUT:
                 return status
             if kernels.counted(self.address) != seen:
@@ -269,91 +277,46 @@ class PostedStreams(Streams):
             kernels.sleep(self.address, seen, slice_ns, self.port)
             slept = True
 
-    def _step(self) -> int:
-        words.progress(self.port)
-        done = True
-        for number, (rank, lane) in enumerate(self.lanes.items()):
-            row = self.words[CALL_WORDS + LANE_WORDS * number :][:LANE_WORDS]
-            if row[at.LANE_PUSHED] < row[at.LANE_PUSH]:
-                try:
-                    lane.channel.check()
-                    self._push(rank, lane, row)
-                except RdmaError:
-                    if lane.channel.error is None:
-                        raise
-                    self.words[at.CALL_LANE] = number
-                    return CLOSED
-            if row[at.LANE_PULLED] < row[at.LANE_PULL] and not self._pull(rank, lane, row):
-                self.words[at.CALL_LANE] = number
-                return MISMATCH
-            done &= bool(row[at.LANE_PUSHED] >= row[at.LANE_PUSH] and row[at.LANE_PULLED] >= row[at.LANE_PULL])
-        return OK if done else TIMEOUT
+    def needs(self, rank: int) -> bool:
+        return super().needs(rank) or self._sent[rank] < self._word(rank, at.LANE_SENT)
 
-    def _push(self, rank: int, lane: Lane, row: np.ndarray) -> None:
-        total, base, head = int(row[at.LANE_FROM_BYTES]), int(row[at.LANE_FROM]), self.head
-        if rank not in self._out:
-            self._out[rank] = self._device.empty((lane.stride * lane.out_depth,), dtype=torch.uint8)
-        while row[at.LANE_PUSHED] < row[at.LANE_PUSH]:
-            sent = int(row[at.LANE_SENT])
-            if sent - words.load(lane.credited) >= lane.out_depth:
-                return
-            start = int(row[at.LANE_PUSHED]) * self.piece
-            nbytes, slot = min(self.piece, total - start), sent % lane.out_depth
-            earlier = self._posted.get((rank, slot))
-            if earlier is not None:
-                earlier.wait()  # it was taken at the peer, so it is over
-            place = self._out[rank][slot * lane.stride :]
-            _PIECE_HEAD.pack_into(place[: _PIECE_HEAD.size].numpy(), 0, head.sequence, head.code, total, head.elements)
-            words.copy(place.data_ptr() + HEADER, base + start, nbytes)
-            self._posted[rank, slot] = self._transfer(rank, lane, slot, HEADER + nbytes).post()
-            row[at.LANE_SENT] += 1  # only now: a piece whose post failed is still needed (``needs``)
-            row[at.LANE_PUSHED] += 1
+    def _post(self, rank: int) -> bool:
+        """Post what the loop has written to a rank, and taken from it. ``False``: the lane is closed."""
+        lane = self.lanes[rank]
+        try:
+            while (sent := self._sent[rank]) < self._word(rank, at.LANE_SENT):
+                lane.channel.check()
+                slot = sent % lane.out_depth
+                earlier = self._posted.get((rank, slot))
+                if earlier is not None:
+                    earlier.wait()  # it was taken at the peer, so it is over
+                self._posted[rank, slot] = self._transfer(rank, lane, slot).post()
+                self._sent[rank] += 1  # only now: a piece whose post failed is still needed (``needs``)
+        except RdmaError:
+            if lane.channel.error is None:
+                raise
+            return False
+        while self._taken[rank] < self._word(rank, at.LANE_TAKEN):
+            self._taken[rank] += 1
+            try:
+                lane.credit.post()
+            except RdmaError:  # a peer that is gone needs no credit; if it is still needed, the next look finds the loss
+                if lane.channel.error is None:
+                    raise
+        return True
 
-    def _transfer(self, rank: int, lane: Lane, slot: int, nbytes: int) -> Transfer:
+    def _transfer(self, rank: int, lane: Lane, slot: int) -> Transfer:
+        start = slot * lane.stride
+        nbytes = HEADER + _PIECE_BYTES.unpack_from(self._out[rank][start : start + HEADER].numpy(), 8 * at.HEAD_PIECE)[0]
         size = next((each for each in _CLASSES if nbytes <= each <= lane.stride), lane.stride)
         found = self._transfers.get((rank, slot, size))
         if found is None:
-            start = slot * lane.stride
             pair = lane.remote[start : start + size], self._out[rank][start : start + size]
             found = self._transfers[rank, slot, size] = lane.channel.prepare([pair], notify=lane.their_arrived)
         return found
 
-    def _pull(self, rank: int, lane: Lane, row: np.ndarray) -> bool:
-        """Take what has come. ``False``: the next piece is not of this call."""
-        total, base, head = int(row[at.LANE_TO_BYTES]), int(row[at.LANE_TO]), self.head
-        while row[at.LANE_PULLED] < row[at.LANE_PULL]:
-            taken = int(row[at.LANE_TAKEN])
-            found = self.header(rank)
-            if found is None:
-                return True
-            if found != (head, total):
-                return False
-            slot = lane.slots[taken % lane.in_depth * lane.stride :]
-            start = int(row[at.LANE_PULLED]) * self.piece
-            words.copy(base + start, slot.data_ptr() + HEADER, min(self.piece, total - start))
-            row[at.LANE_TAKEN] += 1
-            row[at.LANE_PULLED] += 1
-            self._credit(lane)
-        return True
-
-    def _credit(self, lane: Lane) -> None:
-        """Give a slot back. A peer that is gone needs no credit. If the call still needs that peer, the next look at its
-        channel finds the loss."""
-        try:
-            lane.credit.post()
-        except RdmaError:
-            if lane.channel.error is None:
-                raise
-
 
 def streams(device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> Streams:
     """The streams over these lanes, by the best way that all of them have."""
-    kind = MappedStreams if all(lane.mapped for lane in lanes.values()) else PostedStreams
+    kind = Streams if all(lane.mapped for lane in lanes.values()) else PostedStreams
     return kind(device, rank, lanes, bell)
-
-
-def fold_local(code: int, result: int, sources: Sequence[int], nbytes: int) -> None:
-    """``result = s0 OP s1 OP ...`` over addresses; ``code`` as ``atomics.fold_code`` gives it."""
-    scratch = np.zeros(FOLD_BYTES // 4, np.int64)
-    table = np.array([result, scratch.ctypes.data, *sources], np.int64)
-    fold_table(folder.address, code, int(table.ctypes.data), nbytes, len(sources))

@@ -54,7 +54,7 @@ class GpuArena:
         self.pins = Pins()
         """The pinned segments of the host arena."""
         self.devices: list[Any] = []
-        """The ``CudaDevice`` that stand on it, and announce what is registered here."""
+        """The ``CudaDevice`` that stand on it, by which peers are told what is registered here."""
         self.lanes: set[object] = set()
         """The side streams of the devices on this arena. Copies may be under way until they are gone."""
         self._exports = Exports()
@@ -126,7 +126,7 @@ class GpuArena:
             with self._lock:
                 self._segments[number] = segment
             for device in self._listeners():
-                device.announce_gpu(segment)
+                device.tell_all(lambda channel: channel.tell(segment))
         self.memory.count("registrations")
         return segment
 
@@ -136,7 +136,7 @@ class GpuArena:
             segment.regions += 1
             self._regions[number] = (segment, offset, nbytes, key, tensor)
         for device in self._listeners():
-            device.announce_part(number, key, segment.number, offset, nbytes)
+            device.tell_all(lambda channel: channel.tell_part(number, key, segment.number, offset, nbytes))
         self.memory.count("registrations")
         return Region(self, tensor, number, key, 0, foreign=True)
 

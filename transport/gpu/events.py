@@ -12,18 +12,21 @@ captures, and if so goes round past it.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import defaultdict, deque
 
 import torch
 
-from ..errors import RdmaError
+from ..errors import RdmaError, TransferTimeout
 from ..words.atomics import call, load_acquire, store_release
 from ..words.compiled import compiled
 from ..words.symbols import i64
 from .driver import current_stream, driver, kind, same_device
 
 NOT_READY = "CUDA_ERROR_NOT_READY"
+_SPIN_S, _LONGEST_NAP_S = 50e-6, 1e-3
+"""How long a wait looks without a pause, and its longest pause between looks."""
 _spare: defaultdict[int, deque[int]] = defaultdict(deque)
 
 
@@ -67,6 +70,19 @@ class Event:
     def status(self) -> str:
         """Empty when the event has come, ``NOT_READY`` before; if the GPU has failed, the driver's name for the error."""
         return status(self.index, "cuEventQuery", self._handle)
+
+    def wait(self, limit: float, late: str, device: str) -> None:
+        """Wait until it has come, for ``limit`` seconds at most; other threads may run meanwhile. ``TransferTimeout`` with the
+        text ``late``; ``RdmaError`` if the GPU has failed."""
+        begun = time.monotonic()
+        while (found := self.status()) == NOT_READY:
+            waited = time.monotonic() - begun
+            if waited > limit:
+                raise TransferTimeout(late, device=device, hint="is a kernel stuck?")
+            if waited > _SPIN_S:
+                time.sleep(min(waited / 2, _LONGEST_NAP_S))
+        if found:
+            raise RdmaError(f"work of the GPU failed: {found}", device=device, status=found)
 
     def over(self) -> bool:
         """Whether it has come, or never will."""

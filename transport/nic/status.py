@@ -17,8 +17,9 @@ from .attributes import DeviceAttr
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of a status: the class of the error to raise, the likely cause, and what to do."""
+    """The meaning of a status: its name, the class of the error to raise, the likely cause, and what to do."""
 
+    name: str
     error: type[RdmaError]
     cause: str
     hint: str
@@ -27,82 +28,72 @@ class Meaning:
 _BUG = "this is a fault of rdmarpc: please report it with the output of rdmarpc doctor"
 _NETWORK = "is the peer's process alive, its port ACTIVE, and the MTU the same along the way? rdmarpc doctor says"
 
-STATUSES = (
-    "SUCCESS",
-    "LOC_LEN_ERR",
-    "LOC_QP_OP_ERR",
-    "LOC_EEC_OP_ERR",
-    "LOC_PROT_ERR",
-    "WR_FLUSH_ERR",
-    "MW_BIND_ERR",
-    "BAD_RESP_ERR",
-    "LOC_ACCESS_ERR",
-    "REM_INV_REQ_ERR",
-    "REM_ACCESS_ERR",
-    "REM_OP_ERR",
-    "RETRY_EXC_ERR",
-    "RNR_RETRY_EXC_ERR",
-    "LOC_RDD_VIOL_ERR",
-    "REM_INV_RD_REQ_ERR",
-    "REM_ABORT_ERR",
-    "INV_EECN_ERR",
-    "INV_EEC_STATE_ERR",
-    "FATAL_ERR",
-    "RESP_TIMEOUT_ERR",
-    "GENERAL_ERR",
-    "TM_ERR",
-    "TM_RNDV_INCOMPLETE",
-)
-"""Names of ``enum ibv_wc_status``, by number."""
-
 MEANINGS = {
-    "LOC_LEN_ERR": Meaning(
-        RdmaError, "a message was longer than the port's max_msg_sz, or than the place posted to receive it", _BUG
+    1: Meaning(
+        "LOC_LEN_ERR",
+        RdmaError,
+        "a message was longer than the port's max_msg_sz, or than the place posted to receive it",
+        _BUG,
     ),
-    "LOC_QP_OP_ERR": Meaning(
-        RdmaError, "the queue pair refused the work request: wrong state, length or number of parts", _BUG
+    2: Meaning(
+        "LOC_QP_OP_ERR", RdmaError, "the queue pair refused the work request: wrong state, length or number of parts", _BUG
     ),
-    "LOC_PROT_ERR": Meaning(
+    4: Meaning(
+        "LOC_PROT_ERR",
         RegistrationError,
         "the local memory of the copy is not registered with this device, or no longer",
         "keep the tensor and its Region open until the copy is done, and free nothing of the arena before",
     ),
-    "WR_FLUSH_ERR": Meaning(
+    5: Meaning(
+        "WR_FLUSH_ERR",
         PeerLost,
         "the connection had failed or was closed before this copy began; nothing of it was done",
         "the first error of this connection is the one that tells why",
     ),
-    "BAD_RESP_ERR": Meaning(PeerLost, "the peer's adapter answered with something unexpected", _NETWORK),
-    "LOC_ACCESS_ERR": Meaning(
-        RegistrationError, "the local memory of the copy is registered without the right to write into it", _BUG
+    7: Meaning("BAD_RESP_ERR", PeerLost, "the peer's adapter answered with something unexpected", _NETWORK),
+    8: Meaning(
+        "LOC_ACCESS_ERR",
+        RegistrationError,
+        "the local memory of the copy is registered without the right to write into it",
+        _BUG,
     ),
-    "REM_INV_REQ_ERR": Meaning(
+    9: Meaning(
+        "REM_INV_REQ_ERR",
         RemoteAccessError,
         "the peer's adapter refused the request: too long, or not allowed on its queue pair",
         "are both ends the same version of rdmarpc?",
     ),
-    "REM_ACCESS_ERR": Meaning(
+    10: Meaning(
+        "REM_ACCESS_ERR",
         RemoteAccessError,
         "the peer does not give access to those bytes: wrong key, out of range, or its region was closed",
         "descriptors are good for as long as the Region they came from is open",
     ),
-    "REM_OP_ERR": Meaning(
-        PeerLost, "the peer's adapter failed to carry the request out: its own memory or queue is broken", _NETWORK
+    11: Meaning(
+        "REM_OP_ERR",
+        PeerLost,
+        "the peer's adapter failed to carry the request out: its own memory or queue is broken",
+        _NETWORK,
     ),
-    "RETRY_EXC_ERR": Meaning(PeerLost, "the peer's adapter did not answer any more", _NETWORK),
-    "RNR_RETRY_EXC_ERR": Meaning(
+    12: Meaning("RETRY_EXC_ERR", PeerLost, "the peer's adapter did not answer any more", _NETWORK),
+    13: Meaning(
+        "RNR_RETRY_EXC_ERR",
         PeerLost,
         "the peer has no place to receive a notification, and had none for all retries",
         "the peer is stuck or stopped (a debugger, SIGSTOP, swapping)",
     ),
-    "REM_ABORT_ERR": Meaning(PeerLost, "the peer's adapter gave the request up", _NETWORK),
-    "FATAL_ERR": Meaning(
-        PeerLost, "the local adapter failed", "look at dmesg: the driver resets the adapter or the link; open a new device then"
+    16: Meaning("REM_ABORT_ERR", PeerLost, "the peer's adapter gave the request up", _NETWORK),
+    19: Meaning(
+        "FATAL_ERR",
+        PeerLost,
+        "the local adapter failed",
+        "look at dmesg: the driver resets the adapter or the link; open a new device then",
     ),
-    "RESP_TIMEOUT_ERR": Meaning(PeerLost, "the peer's adapter answered too late", _NETWORK),
-    "GENERAL_ERR": Meaning(RdmaError, "the local adapter reported an error without a name", "look at dmesg"),
+    20: Meaning("RESP_TIMEOUT_ERR", PeerLost, "the peer's adapter answered too late", _NETWORK),
+    21: Meaning("GENERAL_ERR", RdmaError, "the local adapter reported an error without a name", "look at dmesg"),
 }
-_OTHER = Meaning(RdmaError, "a kind of completion that rdmarpc never asks for", _BUG)
+"""By ``enum ibv_wc_status``: what a reliable connected queue pair can meet."""
+_OTHER = Meaning("", RdmaError, "a kind of completion that rdmarpc never asks for", _BUG)
 
 EVENTS = (
     "CQ_ERR",
@@ -128,27 +119,13 @@ EVENTS = (
 )
 """Names of ``enum ibv_event_type``, by number."""
 
-EVENT_MEANINGS = {
-    "CQ_ERR": ("device", "the completion queue overflowed or broke: no completion can be trusted any more"),
-    "SRQ_ERR": ("device", "the shared receive queue broke: no notification arrives any more"),
-    "DEVICE_FATAL": ("device", "the adapter failed; the driver resets it"),
-    "QP_FATAL": ("connection", "a queue pair broke in a way that no completion reports"),
-    "QP_REQ_ERR": ("connection", "the peer sent a request that its connection does not allow"),
-    "QP_ACCESS_ERR": ("connection", "the peer asked for memory that it may not touch"),
-    "WQ_FATAL": ("connection", "a work queue broke"),
-    "PORT_ERR": ("port", "the link went down; copies under way are tried again until their retries are used up"),
-    "PORT_ACTIVE": ("port", "the link is up"),
-    "LID_CHANGE": ("port", "the subnet manager gave the port another LID: connections made before it are broken"),
-    "GID_CHANGE": ("port", "the addresses of the port changed: connections over an address that went away are broken"),
-    "PKEY_CHANGE": ("port", "the partitions of the port changed"),
+LOSES_ALL = {
+    "CQ_ERR": "the completion queue overflowed or broke: no completion can be trusted any more",
+    "SRQ_ERR": "the shared receive queue broke: no notification arrives any more",
+    "DEVICE_FATAL": "the adapter failed; the driver resets it",
 }
-"""For each event its scope (``device``: all connections are lost; ``connection``: one is; ``port``: it is only reported) and
-what happened. Other events (``COMM_EST``, ``SM_CHANGE``, ...) have no effect here."""
-
-
-def status_name(status: int) -> str:
-    """The name of a completion status: ``"REM_ACCESS_ERR"`` for 10, ``"STATUS_99"`` for an unknown one."""
-    return STATUSES[status] if 0 <= status < len(STATUSES) else f"STATUS_{status}"
+"""The events that end all connections of a device, and what happened. Others are only counted: those of one connection show in
+its completions, too."""
 
 
 def event_name(event: int) -> str:
@@ -158,9 +135,8 @@ def event_name(event: int) -> str:
 
 def error_of(status: int, *, peer: str, vendor_err: int = 0) -> RdmaError:
     """The error for a completion whose status is not ``SUCCESS``; ``vendor_err`` is the adapter's own code."""
-    name = status_name(status)
-    meaning = MEANINGS.get(name, _OTHER)
-    code = f" (the adapter's code: {vendor_err:#x})" if vendor_err else ""
+    meaning = MEANINGS.get(status, _OTHER)
+    name, code = meaning.name or f"STATUS_{status}", f" (the adapter's code: {vendor_err:#x})" if vendor_err else ""
     return meaning.error(f"the copy failed: {meaning.cause}{code}", peer=peer, device="verbs", status=name, hint=meaning.hint)
 
 

@@ -28,6 +28,7 @@ from .pulse import ROW_WORDS, Pulse, beat
 
 TICK_NS = 250_000_000
 MIN_TIMEOUT_S = 1.0
+_LEAST_S, _MOST_S = 0.25, 2.5
 MAX_PULSES = 4096
 
 
@@ -43,6 +44,11 @@ def run(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, ti
                 beat(row, time_now, frame, nbytes)
         futex(stop, FUTEX_WAIT, 0, tick_ns)
     return 0
+
+
+def often(patience: float) -> float:
+    """The seconds between beats for a peer with this ``peer_timeout``."""
+    return min(max(patience / 4, _LEAST_S), _MOST_S)
 
 
 class Heart:

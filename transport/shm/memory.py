@@ -16,7 +16,7 @@ from ..errors import PeerLost, RdmaError, RemoteAccessError
 from ..memory import children
 from ..memory.mapping import address_of, mapped, transfer
 from ..peers.guard import broken_by
-from ..region import LENT, RemoteRegion
+from ..region import LENT, OTHERS, READ_ONLY, RemoteRegion, barrier, refusal
 from ..words import kernels
 
 Entry = tuple[int, int, int]
@@ -105,7 +105,7 @@ class PeerMemory:
         if remote.nbytes == 0:
             return 0, True
         if remote.owner != self.uid or remote.epoch != self.epoch:
-            raise self.refuse("the descriptor was exported by another device, or in an earlier life of this one")
+            raise self.refuse(OTHERS)
         if remote.region == LENT:
             if write:
                 raise self.refuse("memory that was lent is for reading only")
@@ -114,19 +114,14 @@ class PeerMemory:
         if entry is None and hear_of is not None:
             hear_of(remote.region)
             entry = self.find(remote.region)
-        if entry is None:
-            raise self.refuse(f"region {remote.region} is not registered (any more)")
-        if write and remote.region in self._read_only:
-            raise self.refuse(f"region {remote.region} may only be read")
-        address, nbytes, key = entry
-        if key != remote.key:
-            raise self.refuse(f"wrong key for region {remote.region}")
-        if remote.offset + remote.nbytes > nbytes:
-            raise self.refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
-        return address + remote.offset, remote.region in self.segments
+        right = READ_ONLY if write and remote.region in self._read_only else ""
+        why = barrier(remote.region, remote.key, remote.offset, remote.nbytes, entry and entry[1:], right)
+        if why or entry is None:
+            raise self.refuse(why)
+        return entry[0] + remote.offset, remote.region in self.segments
 
     def refuse(self, why: str) -> RemoteAccessError:
-        return RemoteAccessError(why, peer=self.peer, device=self.device, status="REM_ACCESS_ERR")
+        return refusal(why, self.peer, self.device)
 
     # -- using it
 

@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel import DONE, Mapped, Transfer, Window, Work
+from ..channel import DONE, NOTHING, Mapped, Transfer, Window, Work, rebound
 from ..memory.mapping import address_of
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
-
-NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Bound in place of a tensor that was let go of."""
-
 
 _RECORDS_AT = 4096
 INBOX_BYTES = _RECORDS_AT + MAX_NOTIFY * RECORD_BYTES
@@ -125,13 +121,10 @@ class ShmTransfer(PreparedRequest, Transfer):
         return DONE
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
-        address, nbytes = local_bytes(tensor)
         remote, _, write = self._sides[index]
         at = kernels.WR_HEAD + 3 * index
-        if nbytes != self.block[at + 2]:
-            raise ValueError(f"copy {index} was prepared for {self.block[at + 2]} bytes, got {nbytes}")
+        self.block[at + (1 if write else 0)] = rebound(index, self.block[at + 2], tensor)
         self._sides[index] = (remote, tensor, write)
-        self.block[at + (1 if write else 0)] = address
 
     def unbind(self, index: int) -> None:
         remote, _, write = self._sides[index]
@@ -174,8 +167,7 @@ class CmaTransfer(Transfer):
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         remote, _, write = self._pairs[index]
-        if local_bytes(tensor)[1] != remote.nbytes:
-            raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes")
+        rebound(index, remote.nbytes, tensor)
         self._pairs[index] = (remote, tensor, write)
 
     def unbind(self, index: int) -> None:

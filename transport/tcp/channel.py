@@ -23,19 +23,18 @@ from ..errors import PeerLost, RdmaError, TransferTimeout, kept
 from ..interrupts import interruptible
 from ..memory.mapping import anonymous
 from ..notify import Expectation
-from ..peers.heartbeat import CLOSED, Heart
+from ..peers.heartbeat import CLOSED, Heart, often
 from ..peers.questions import ANSWER_TIMEOUT_S
 from ..peers.service import Service
-from ..region import RemoteRegion
+from ..region import OTHERS, RemoteRegion, refusal
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from .hearing import READABLE
 from .outbox import Outbox
 from .reader import Access, Reader
 from .transfer import Posts, TcpTransfer, TcpWindow
-from .wire import BYE, CHECK, HEADER, MAX_COPIES, NOTIFY, refusal
+from .wire import BYE, CHECK, HEADER, MAX_COPIES, NOTIFY
 
-_BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _FIRST_S = 0.001
 _OVERDUE_S = 1.0
 
@@ -73,7 +72,7 @@ class TcpChannel(Channel):
         # One record more than the notifications: the answers, as many as the last post that was answered.
         records = anonymous((MAX_NOTIFY + 1) * RECORD_BYTES)
         self.records = torch.frombuffer(records, dtype=torch.uint8, count=1).data_ptr()
-        self._beat_s = min(max(patience / 4, _BEAT_MIN_S), _BEAT_MAX_S)
+        self._beat_s = often(patience)
         self._silence = 0.0
         self.access = Access(device, self)
         self.outbox = Outbox(sock, io.await_events)
@@ -165,8 +164,7 @@ class TcpChannel(Channel):
 
     def _check_owner(self, remote: RemoteRegion) -> None:
         if remote.nbytes and (remote.owner != self.peer_uid or remote.epoch != self.peer_epoch):
-            why = "the descriptor was exported by another device, or in an earlier life of this one"
-            raise refusal(why, self.peer)
+            raise refusal(OTHERS, self.peer, "tcp")
 
     def check(self) -> None:
         self._posts.check()

@@ -20,9 +20,9 @@ from ..channel import Channel
 from ..device import Device
 from ..errors import PeerLost, RdmaError
 from ..interrupts import interruptible
-from ..memory.memory import NOWHERE, Registered
+from ..memory.memory import NOWHERE
 from ..peers.heartbeat import goodbye
-from ..region import LENT, RemoteRegion, local_bytes
+from ..region import LENT, READ_ONLY, RemoteRegion, barrier, local_bytes, refusal
 from ..tls.stream import failure
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
@@ -30,7 +30,7 @@ from . import wire
 from .hearing import PEEK_BYTES, PLACES, STATE_ACKED, STATE_DUE, STATE_MORE, STATE_WORDS, await_bytes, take
 from .outbox import Outbox
 from .transfer import Posts
-from .wire import HEADER, LAST, Buffers, memory_at, refusal
+from .wire import HEADER, LAST, Buffers, memory_at
 
 
 class Access:
@@ -59,22 +59,17 @@ class Access:
         """Our memory that the peer names, or why it may not touch it."""
         if nbytes == 0:
             return memoryview(b"")
-        found = self._device.regions.get(region, NOWHERE)
+        address, size, right_key, pool = self._device.regions.get(region, NOWHERE)
         if region == LENT and (loan := self.lent.get(key)) is not None:
-            found = Registered(loan[0], loan[1], key, self._device.arena.readable)
-        address, size, right_key, pool = found
-        if not size:
-            return f"region {region} is not registered (any more)"
+            address, size, right_key, pool = loan[0], loan[1], key, self._device.arena.readable
+        right = ""
         if pool is not None:
             channel = self._channel()
             own = channel.own_pool if channel is not None else None
             if not pool.admits(own, write=write):
-                return f"region {region} {'may only be read' if pool.admits(own, write=False) else 'is for another peer'}"
-        if key != right_key:
-            return f"wrong key for region {region}"
-        if offset + nbytes > size:
-            return f"bytes {offset}:{offset + nbytes} of a region of {size} bytes"
-        return memory_at(address + offset, nbytes)
+                right = READ_ONLY if pool.admits(own, write=False) else "is for another peer"
+        known = (size, right_key) if size else None
+        return barrier(region, key, offset, nbytes, known, right) or memory_at(address + offset, nbytes)
 
 
 class Reader:
@@ -250,7 +245,7 @@ class Reader:
         elif op == wire.ACK or (op == wire.DATA and flags & LAST):
             self._posts.answer(seq)
         elif op == wire.REFUSED:
-            self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer))
+            self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer, "tcp"))
         elif op == wire.BYE:
             raise goodbye(index, self._posts.peer, "tcp")
 

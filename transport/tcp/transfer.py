@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..channel import DONE, Transfer, Window, Work
+from ..channel import DONE, NOTHING, Transfer, Window, Work, rebound
 from ..errors import PeerLost, RdmaError, RemoteAccessError, fresh
 from ..notify import wait_done
 from ..region import RemoteRegion, local_bytes
@@ -238,9 +238,6 @@ class TcpWork(Work):
         self._posts.urge(self.seq)
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 class _Piece:
     __slots__ = ("index", "remote", "tensor", "view", "write")
 
@@ -287,14 +284,12 @@ class TcpTransfer(Transfer):
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         piece = self._pieces[index]
-        address, nbytes = local_bytes(tensor)
-        if nbytes != piece.remote.nbytes:
-            raise ValueError(f"copy {index} was prepared for {piece.remote.nbytes} bytes, got {nbytes}")
-        piece.tensor, piece.view = tensor, memory_at(address, nbytes)
+        address = rebound(index, piece.remote.nbytes, tensor)
+        piece.tensor, piece.view = tensor, memory_at(address, piece.remote.nbytes)
 
     def unbind(self, index: int) -> None:
         piece = self._pieces[index]
-        piece.tensor, piece.view = _NOTHING, memoryview(b"")
+        piece.tensor, piece.view = NOTHING, memoryview(b"")
 
 
 class TcpWindow(Window):

@@ -23,8 +23,6 @@ from __future__ import annotations
 import ctypes
 import struct
 
-from ..errors import RemoteAccessError
-
 WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
 LAST, SILENT, LATER = 1, 2, 4  # SILENT: no ACK wanted, a later one will cover it; LATER: an ACK wanted, not by itself
 
@@ -46,8 +44,3 @@ _from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 def memory_at(address: int, nbytes: int) -> memoryview:
     """A view of ``nbytes`` of this process's memory. The caller keeps the memory alive for as long as the view."""
     return _from_memory(address, nbytes, _PyBUF_WRITE) if nbytes else memoryview(b"")
-
-
-def refusal(why: str, peer: str) -> RemoteAccessError:
-    """The error of a copy that its descriptor does not permit."""
-    return RemoteAccessError(why, peer=peer, device="tcp", status="REM_ACCESS_ERR")

@@ -124,10 +124,7 @@ class VerbsChannel(Channel):
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
         self.check()
         check_notify(imm)
-        place = torch.device(device)
-        if not self.gpus or place.type != self.local.gpu_kind:
-            raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
-        index = torch.accelerator.current_device_index() if place.index is None else place.index
+        index = self._index_of(device, self.local.gpu_kind)
         post = self.notifier(imm).post
         return self.local.gpu.behind(self, (index,), post) or post()
 

@@ -34,7 +34,7 @@ from ..nic.native import QueuePair
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
-from ..peers.heartbeat import BROKEN, Heart
+from ..peers.heartbeat import BROKEN, Heart, often
 from ..peers.service import Service
 from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
@@ -48,7 +48,6 @@ from .watch import Watch
 
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
 _TIMEOUT, _RETRY_CNT = 16, 6
-_BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 
 
 @dataclass
@@ -148,7 +147,7 @@ class VerbsDevice(ListeningDevice):
                 channel.withdraw(number)
             except (PeerLost, TransferTimeout) as error:
                 # Deregistering makes it certain: the adapter refuses what still comes. But a GPU's segment stays registered.
-                if self.local.is_gpu(number):
+                if number in self.local.shared:
                     self.lost(channel, error)
         self.local.forget(number)
 
@@ -282,7 +281,6 @@ class VerbsDevice(ListeningDevice):
         stream = channel.stream
         stream.sock.settimeout(None)
         stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        every = min(max(channel.patience_ms / 4000, _BEAT_MIN_S), _BEAT_MAX_S)
         with self._lock:
             if self.closed:  # ``close`` did not see this one
                 raise self._closed(channel.peer)
@@ -290,7 +288,7 @@ class VerbsDevice(ListeningDevice):
             channel.known = True
             for message in self.local.announcements(channel.own_pool):
                 stream.send(*message)
-            stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
+            stream.pulse = self._heart.pulse(stream.sock.fileno(), often(channel.patience_ms / 1000))
             self._service.watch(stream.sock, channel)
 
     # -- for the channels

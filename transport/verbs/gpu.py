@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable
 from ctypes import byref, c_int, c_uint, c_uint64
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..channel import Work
-from ..errors import NotSupported, RdmaError, RegistrationError, TransferTimeout
+from ..errors import NotSupported, RdmaError, RegistrationError
 from ..gpu import driver
 from ..gpu.driver import Driver
 from ..gpu.events import NOT_READY, Event
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 WAIT_LIMIT_S = 60.0
 """How long ``wait`` does."""
-_SPINS = 50  # looks at an event before the thread sleeps between them; one takes about a microsecond
-_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 _TEND_S, _JOIN_S = 0.5, 5.0
 _FOR_GOOD = ("EOPNOTSUPP", "EPROTONOSUPPORT", "ENOSYS", "CUDA_ERROR_NOT_SUPPORTED")
 """Errors that refuse a way for all memory, not only for one allocation."""
@@ -289,19 +286,8 @@ class GpuMemory:
             if not self._busy(index, stream):
                 continue
             self._count("gpu_waits")
-            event = Event(index, stream)  # not the stream: others may give it work for ever
-            limit, looks, nap = time.monotonic() + WAIT_LIMIT_S, 0, _NAP_S
-            while (status := event.status()) == NOT_READY:
-                looks += 1
-                if looks < _SPINS:
-                    continue
-                if time.monotonic() > limit:
-                    why = f"GPU {index} is not done after {WAIT_LIMIT_S:g} s with what the current stream was given"
-                    raise TransferTimeout(why, device="verbs", hint="is a kernel stuck?")
-                time.sleep(nap)
-                nap = min(nap * 2, _LONGEST_NAP_S)
-            if status:
-                raise RdmaError(f"work of the GPU failed: {status}", device="verbs", status=status)
+            late = f"GPU {index} is not done after {WAIT_LIMIT_S:g} s with what the current stream was given"
+            Event(index, stream).wait(WAIT_LIMIT_S, late, "verbs")  # not the stream: others may give it work for ever
 
     @property
     def flushes(self) -> bool:

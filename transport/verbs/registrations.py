@@ -17,7 +17,7 @@ from ..memory.memory import Memory
 from ..nic.attributes import LOCAL, REMOTE_READ, REMOTE_WRITE
 from ..nic.native import Context, MemoryRegion
 from ..peers.questions import Questions
-from ..region import RemoteRegion
+from ..region import OTHERS, READ_ONLY, RemoteRegion, barrier, refusal
 from .control import LANDING, REGION, SEGMENT, SYNC, Message
 from .gpu import GpuMemory
 
@@ -36,8 +36,8 @@ class Places:
         self._foreign: dict[int, weakref.WeakSet[Any]] = {}  # regions that may go, and what was prepared for them
         self._lock = threading.Lock()
 
-    def refusal(self, why: str) -> RemoteAccessError:
-        return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
+    def refuse(self, why: str) -> RemoteAccessError:
+        return refusal(why, self.peer, "verbs")
 
     def resolve(self, remote: RemoteRegion, asking: Any, *, write: bool) -> Place:
         """The place of a remote range. If the peer has not announced its region yet, the call asks for it over ``asking``, our
@@ -48,7 +48,7 @@ class Places:
         if found is not None and found[0] is self and (found[2] or not write):
             return found[1]  # type: ignore[return-value]
         if (remote.owner, remote.epoch) != self._identity:
-            raise self.refusal("the descriptor was exported by another device, or in an earlier life of this one")
+            raise self.refuse(OTHERS)
         entry = self.known.get(remote.region)
         if entry is None:
             # A peer announces a region before it exports a descriptor of it, so a missing announcement is on its way already.
@@ -56,16 +56,11 @@ class Places:
             number = self._questions.number()
             self._questions.ask(asking, self._send, SYNC, number, lambda: remote.region in self.known)
             entry = self.known.get(remote.region)
-        if entry is None:
-            raise self.refusal(f"region {remote.region} is not registered (any more)")
-        address, nbytes, key, rkey, writable = entry
-        if write and not writable:
-            raise self.refusal(f"region {remote.region} may only be read")
-        if key != remote.key:
-            raise self.refusal(f"wrong key for region {remote.region}")
-        if remote.offset + remote.nbytes > nbytes:
-            raise self.refusal(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
-        place = address + remote.offset, rkey
+        right = READ_ONLY if write and entry is not None and not entry[4] else ""
+        why = barrier(remote.region, remote.key, remote.offset, remote.nbytes, entry and entry[1:3], right)
+        if why or entry is None:
+            raise self.refuse(why)
+        place = entry[0] + remote.offset, entry[3]
         if remote.region not in self._foreign:  # segments stay for the channel's life, so the answer holds as long
             remote.resolved = (self, place, write)  # type: ignore[assignment]
         return place
@@ -81,7 +76,7 @@ class Places:
                 if (users := self._foreign.get(remote.region)) is not None:
                     users.add(user)
                 elif remote.nbytes and remote.region not in self.known:
-                    raise self.refusal(f"region {remote.region} is not registered (any more)")
+                    raise self.refuse(f"region {remote.region} is not registered (any more)")
 
     def announce(self, message: Message) -> None:
         """The peer has registered a region."""
@@ -114,7 +109,8 @@ class Registrations:
         """The type of the GPUs whose memory can be copied; empty: there are none."""
         self._regions: dict[int, MemoryRegion] = {}
         self._gpu: GpuMemory | None = None
-        self._shared: dict[int, tuple[torch.Tensor, int]] = {}  # GPU memory: number -> (what peers may touch, key)
+        self.shared: dict[int, tuple[torch.Tensor, int]] = {}
+        """The GPU memory, by number: what peers may touch, and the key."""
 
     def count(self, name: str) -> None:
         self._memory.count(name)
@@ -141,11 +137,8 @@ class Registrations:
     def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Message:
         """Open GPU memory that is registered to peers. Call it with the lock held."""
         number, key = self._memory.take_number()
-        self._regions[number], self._shared[number] = region, (tensor, key)
+        self._regions[number], self.shared[number] = region, (tensor, key)
         return Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
-
-    def is_gpu(self, number: int) -> bool:
-        return number in self._shared
 
     def forget(self, number: int) -> None:
         """Deregister it."""
@@ -157,7 +150,7 @@ class Registrations:
     def forget_gpu(self, number: int) -> None:
         """Release the tensor that ``share`` kept. Call it after ``forget``."""
         with self._lock:
-            self._shared.pop(number, None)
+            self.shared.pop(number, None)
 
     def announcements(self, own: Pool | None) -> Iterator[Message]:
         """The announcements for a new peer whose own pool is ``own``. Call it with the lock held."""
@@ -167,7 +160,7 @@ class Registrations:
                 yield _of_segment(segment, region)
             elif (entry := foreign.get(number)) is not None:
                 yield Message(REGION, number, entry.key, entry.address, entry.nbytes, region.rkey)
-            elif (shared := self._shared.get(number)) is not None:
+            elif (shared := self.shared.get(number)) is not None:
                 tensor, key = shared
                 yield Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..channel import DONE, Transfer, Window, Work
+from ..channel import DONE, NOTHING, Transfer, Window, Work, rebound
 from ..errors import RdmaError, RemoteAccessError, fresh
 from ..memory.arena import Arena, Block
 from ..nic.native import MemoryRegion
@@ -33,7 +33,6 @@ from .registrations import Place
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
 _PATIENCE_NS = 1_000_000
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class VerbsWork(Work):
@@ -292,11 +291,9 @@ class VerbsTransfer(Transfer):
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         piece = self._pieces[index]
-        nbytes = local_bytes(tensor, self._channel.local.gpu_kind)[1]
-        if nbytes != piece.remote.nbytes:
-            raise ValueError(f"copy {index} was prepared for {piece.remote.nbytes} bytes, got {nbytes}")
+        rebound(index, piece.remote.nbytes, tensor, self._channel.local.gpu_kind)
         piece.tensor = tensor
-        if not nbytes:
+        if not piece.remote.nbytes:
             return
         self._bind(piece, stage=True)
         address, lkey = piece.source
@@ -305,7 +302,7 @@ class VerbsTransfer(Transfer):
 
     def unbind(self, index: int) -> None:
         self._let_go(self._pieces[index])
-        self._pieces[index].tensor = _NOTHING
+        self._pieces[index].tensor = NOTHING
 
     def revoke(self, why: str) -> int:
         """Never post this transfer again, because remote memory of it is gone. Returns the number of its last post."""

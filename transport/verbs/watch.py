@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import PeerLost, RdmaError, RemoteAccessError
 from ..nic.native import Context
 from ..nic.queues import Queues
-from ..nic.status import EVENT_MEANINGS
+from ..nic.status import LOSES_ALL
 from ..peers.guard import Guard
 from ..words import completions, kernels
 from .channel import VerbsChannel
@@ -109,14 +109,10 @@ class Watch:
         channel.lost(error)
 
     def _heed(self, device: Any, event: str) -> None:
-        """Asynchronous events are counted. Those of a queue pair show in its completions too; a device that is gone takes all
-        with it."""
+        """Asynchronous events are counted; a device that is gone takes all with it."""
         device.count(f"async_{event.lower()}")
-        concerns, what = EVENT_MEANINGS.get(event, ("", ""))
-        if concerns != "device":
-            return
-        for channel in device.opened():
-            channel.lost(PeerLost(what, peer=channel.peer, device="verbs", status=event))
+        for channel in device.opened() if event in LOSES_ALL else ():
+            channel.lost(PeerLost(LOSES_ALL[event], peer=channel.peer, device="verbs", status=event))
 
     def stop(self) -> None:
         """End the thread; nobody polls the completion queue any more."""

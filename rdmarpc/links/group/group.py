@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,45 +11,41 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlparse
 
-import torch.distributed as dist
-
 from ...base import forked
 from ...base.worker_info import WorkerInfo
 from ...message import device_maps
 from ...options import RpcBackendOptions
-from ...transport import PeerLost, host_id
+from ...transport import GONE, AuthenticationError, Device, PeerLost, RdmaError, host_id
+from .meeting import STORE_ENDED, Again
 from .members import Members, Record
 from .registry import Registry
 from .rendezvous import FOR_EVER_S, Rendezvous, open_store
 
-_LEAVE_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S, _CONNECT_TIMEOUT_S = 5.0, 10.0
 _IN_A_FILE = (
     "%d hosts meet in one file (%s): where its file system has no locks that hold between hosts, workers overwrite what others "
     "wrote there, and may wait for ever; init_method='tcp://HOST:PORT' or 'env://' needs no locks"
 )
 
 
-def _open(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, Rendezvous | None]:
-    """See ``open_store``; and the meeting there, of a static group. A store that ends as we come is that of the life before,
-    which rank 0 ends last: then the next one is waited for."""
-    deadline = time.monotonic() + (options.rpc_timeout or FOR_EVER_S)
-    while True:
-        try:
-            store, found, size = open_store(options, rank, world_size)
-            forked.share(store)
-            return store, found, Rendezvous(store, found, size, options.rpc_timeout) if size else None
-        except PeerLost:
-            if time.monotonic() > deadline:
-                raise
+def listens(device: Device, record: Record) -> bool:
+    """Whether the worker of a record still runs. (It may refuse us, as we are not in the group yet.)"""
+    try:
+        device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
+    except AuthenticationError:
+        return False  # somebody else listens there now
+    except RdmaError as error:
+        return error.status not in GONE
+    return True
 
 
 class Group:
-    """A static group, complete before the first call, or (no ``world_size``) a dynamic one. Thread-safe after ``join``."""
+    """A static group, complete before the first call, or (no ``world_size``) a dynamic one. Thread-safe after ``enter``."""
 
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-        self._open = partial(_open, options, rank, world_size)
-        self._store, rank, self._meeting = self._open()
-        self.me = WorkerInfo(name, rank)
+        self._options = options
+        self._open = partial(self._open_as, name, rank, world_size)
+        self._open()
         self._registry = None if self._meeting else Registry(self._store, options.rpc_timeout)
         self.dynamic = self._registry is not None
         self._refresh_lock = threading.Lock()
@@ -57,40 +54,66 @@ class Group:
         self.lost: Container[int] = ()
         """The numbers of workers to which the connection ended. Other workers may have their names and ranks by now."""
 
-    def begin(self, options: RpcBackendOptions) -> tuple[bytes, str]:
-        """The secret to open a device with (none: that of this user on this host), and the transport: a group that is complete
-        and on one host needs nothing but ``shm``. Raises what ``Rendezvous.begin`` and ``Registry.begin`` raise."""
+    def _open_as(self, name: str, rank: int, world_size: int | None) -> None:
+        """See ``open_store``; and the meeting there, of a static group. A store that ends as we come is that of the life
+        before, which rank 0 ends last: then the next one is waited for."""
+        options = self._options
+        deadline = time.monotonic() + (options.rpc_timeout or FOR_EVER_S)
+        while True:
+            try:
+                self._store, found, size = open_store(options, rank, world_size)
+                forked.share(self._store)
+                self.me = WorkerInfo(name, found)
+                self._meeting = Rendezvous(self._store, found, size, options.rpc_timeout) if size else None
+                if self._meeting is not None:
+                    self._meeting.claim(name, options)
+                return
+            except PeerLost:
+                if time.monotonic() > deadline:
+                    raise
+
+    def enter(self, opened: Callable[[bytes, str], Device]) -> Device:
+        """Enter as a worker that is reached by the device that ``opened`` opens with a secret (empty: that of this user on this
+        host) and of a kind, which is returned; sets ``workers`` and ``number``.
+
+        Raises what ``Rendezvous``, ``Registry`` and ``device_maps.check`` raise."""
+        while True:
+            with contextlib.suppress(Again), contextlib.ExitStack() as undo:
+                try:
+                    device = opened(*self._begin())
+                    undo.callback(device.close)
+                    self._join(device)
+                except PeerLost as error:
+                    if self._meeting is None or error.status != STORE_ENDED or not self._meeting.too_early:
+                        raise
+                    # We began again at once, and found the store of the life before, which rank 0 ends only then.
+                    self._open()
+                    raise Again from None
+                undo.pop_all()
+                return device
+
+    def _begin(self) -> tuple[bytes, str]:
+        """The secret to open a device with, and the transport: a group that is complete and on one host needs nothing but
+        ``shm``."""
+        options = self._options
         if self._meeting is None:
             assert self._registry is not None
             return self._registry.begin(options), options.transport
-        while True:
-            try:
-                secret, hosts = self._meeting.begin(self.me.name, options)
-                break
-            except PeerLost:
-                if not self._meeting.too_early:
-                    raise
-            # We began again at once, and found the store of the life before, which rank 0 ends only then.
-            self._store, _, self._meeting = self._open()
-            assert self._meeting is not None
-        if len(hosts) > 1 and self.me.id == 0 and urlparse(options.init_method).scheme == "file":
-            logging.getLogger("rdmarpc").warning(_IN_A_FILE, len(hosts), options.init_method)
-        alone = options.transport == "auto" and len(hosts) == 1
-        return secret, "shm" if alone else options.transport
+        secret, hosts = self._meeting.begin(), self._meeting.hosts
+        if hosts > 1 and self.me.id == 0 and urlparse(options.init_method).scheme == "file":
+            logging.getLogger("rdmarpc").warning(_IN_A_FILE, hosts, options.init_method)
+        return secret, self._meeting.transport(options)
 
-    def join(self, address: str, key: str, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
-        """Enter as a worker that is reached at ``address`` and holds ``key``; sets ``workers`` and ``number``.
-        ``listens``: whether a worker of that record still runs.
-
-        Raises what ``Rendezvous.meet``, ``Registry.join`` and ``device_maps.check`` raise."""
-        devices = device_maps.dump(options.device_maps, options.devices)
+    def _join(self, device: Device) -> None:
+        devices = device_maps.dump(self._options.device_maps, self._options.devices)
+        address, key = device.address.decode(), device.memory.identity.public.hex()
         self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices, key=key)
         try:
             if self._meeting is not None:
                 records = self._meeting.meet(self._mine)
             else:
                 assert self._registry is not None
-                self._mine, records = self._registry.join(self._mine, listens)
+                self._mine, records = self._registry.join(self._mine, partial(listens, device))
             device_maps.check({record.name: record.devices for record in records})
         except BaseException:
             self.leave()

@@ -55,7 +55,7 @@ def is_insecure(options: RpcBackendOptions) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """The facts that a worker of a static group publishes first, before others can check them. They only decide which of the
+    """The facts that a rank of a group publishes first, before others can check them. They only decide which of the
     secrets that the workers have already is taken, or which error all of them raise."""
 
     name: str
@@ -71,6 +71,8 @@ class Claim:
     """A digest that tells this secret from others without revealing it; empty if there is none."""
     token: str
     """Random digits that tell apart two claims with the same content."""
+    group: str
+    """What all workers have to say alike: how many they are, or who."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -80,7 +82,7 @@ class Claim:
         return Claim(**json.loads(text))
 
 
-def claim(name: str, rank: int, options: RpcBackendOptions) -> tuple[Claim, bytes]:
+def claim(name: str, rank: int, options: RpcBackendOptions, group: str) -> tuple[Claim, bytes]:
     """The claim of this worker, and the secret that it would use."""
     secret, place, mark = chosen_secret(options), "", ""
     source = CHOSEN if secret else INSECURE if is_insecure(options) else USERS
@@ -91,7 +93,7 @@ def claim(name: str, rank: int, options: RpcBackendOptions) -> tuple[Claim, byte
         except AuthenticationError as error:
             place = error.message
     process = os.getpid(), host_id(), _pid_namespace()
-    return Claim(name, rank, *process, source, place, mark, secrets.token_hex(8)), secret
+    return Claim(name, rank, *process, source, place, mark, secrets.token_hex(8), group), secret
 
 
 def _pid_namespace() -> int:

@@ -1,8 +1,8 @@
 """How workers find each other: records in a torch store, checked before any worker trusts them.
 
 Each worker publishes its name and rank, where it listens, which key it holds, and a proof (HMAC over the record) that it knows
-the job secret. The first to publish for a rank has the rank. Keys of the store carry a prefix for each ``init_rpc`` of the
-process over that store, so that a store can be used again, also beside a process group.
+the job secret. The first to claim a rank has the rank. Keys of the store carry a prefix for each time that the process has met
+over that store, so that a store can be used again, also beside a process group.
 
 A static group (``Rendezvous``) is complete from the start; a dynamic one is in ``registry``. A store serves one kind.
 """
@@ -14,25 +14,23 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable
 from datetime import timedelta
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 
 from ...options import RpcBackendOptions
-from ...transport import AuthenticationError, PeerLost, TransferTimeout
+from ...transport import AuthenticationError, TransferTimeout
 from . import slurm
-from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
+from .job_secret import HOW
+from .meeting import Meeting, naming_its_end, polls, restarted_by_launcher
 from .members import Record, record_key, refuse_twins
-from .restarts import Restarts, restarted_by_launcher, runs
 
-_met: dict[bytes, int] = {}
+_met: Counter[bytes] = Counter()
 """How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
 that was in a group elsewhere before meets those that were not."""
-_FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.005
-_FIRST_LOOK_S = 0.5
-"""Seconds after which the missing workers are noted for the first time; then again after twice that time, and so on."""
 _DIAL_S = 0.05
 _KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
 FOR_EVER_S = 24 * 3600.0
@@ -60,10 +58,8 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
         raise ValueError(f"rank {rank} is none of world_size {size}: the ranks are 0 to {size - 1}")
     store.set_timeout(limit)
     kind = b"static" if size else b"dynamic"
-    try:
+    with naming_its_end():
         found = store.compare_set(_KIND, "", kind.decode())
-    except dist.DistError:
-        raise _store_ended() from None
     if found != kind:
         raise RuntimeError("RPC group mixes statically and dynamically initialized members which is not supported.")
     return store, rank, size
@@ -122,74 +118,61 @@ def wrong_secret(record: Record, name: str, rank: int) -> AuthenticationError:
     )
 
 
-def _times_met(store: dist.Store) -> int:
-    """How often this process has met in a store before, and counts once more."""
-    try:
-        which = bytes(store.compare_set(_STORE, "", secrets.token_hex(8)))
-    except dist.DistError:
-        raise _store_ended() from None
-    met = _met.get(which, 0)
-    _met[which] = met + 1
-    return met
-
-
 _OF_TORCH = "rpc_prefix_{}/0/{}"
 
 
-class Rendezvous:
+class Rendezvous(Meeting):
     """One static group's meeting point. Used by one thread, at start and at the end."""
 
+    hint = "are all workers started with the same init_method and world_size? rpc_timeout sets this limit"
+
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._used = _times_met(store)
-        self._prefix = f"rdmarpc/{self._used}"
-        self._store = dist.PrefixStore(self._prefix, store)
-        self._whole = store
-        self._absent: list[str] = []
-        self._key = b""
+        with naming_its_end():
+            self._which = bytes(store.compare_set(_STORE, "", secrets.token_hex(8)))
+        self._used, self._whole = _met[self._which], store
+        # A launcher may start more workers again than before, or fewer: these shall not see the claims of those.
+        prefix = f"rdmarpc/{self._used}" + (f"/{world_size}" if restarted_by_launcher() else "")
+        super().__init__(dist.PrefixStore(prefix, store), rank, range(world_size), str(world_size), timeout or FOR_EVER_S)
 
     @property
     def too_early(self) -> bool:
         """Whether a store that has ended may be that of the meeting before this one: this process was in it, and rank 0, which
         hosts it, had not come to this one."""
-        return self._used > 0 and (not self._absent or "rank 0" in self._absent)
+        return self._used > 0 and (not self.missing or "rank 0" in self.missing)
 
-    def begin(self, name: str, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
-        """The secret to open a device with (empty: that of this user on this host), and the host ids of all workers.
+    def others(self) -> str:
+        """Who has come to this store with torch's own RPC, by the key under which its agents meet."""
+        found = [str(rank) for rank in range(self.size) if self._whole.check([_OF_TORCH.format(self._used, rank)])]
+        if not found:
+            return ""
+        return (
+            f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
+        )
 
-        Raises ``RuntimeError`` if another process has our rank, or came with another ``world_size``, what ``claim`` and
-        ``agree`` raise, and as ``meet`` for who is missing."""
-        mine, secret = claim(name, self.rank, options)
-        if restarted_by_launcher():
-            lives = Restarts(self._store, self.world_size, mine)
-            self._until(lives.agreed, lambda: lives.missing)
-            self._prefix = f"{self._prefix}/{lives.number}"
-            self._store = dist.PrefixStore(str(lives.number), self._store)
-        size = int(self._first("size", str(self.world_size)))
-        if size != self.world_size:
-            raise RuntimeError(f"rank {self.rank} came with world_size {self.world_size}, another worker with {size}")
-        first = Claim.load(self._first(f"host/{self.rank}", mine.dump()))
-        if first != mine:
-            raise RuntimeError(f"rank {self.rank} is taken by {first.name}{_since(first, mine)}")
-        claims = [Claim.load(text) for text in self._all("host")]
-        agreed = agree(claims)
-        if agreed == INSECURE:
-            if self.rank == 0:  # it draws one, which everybody who reaches the store can read there
-                self._first("secret", secrets.token_hex(32))
-            self._wait([("secret", "rank 0 (it draws the job secret)")])
-            secret = bytes(self._store.get("secret"))
-        self._key = record_key(secret, self._prefix)
-        return b"" if agreed == USERS else secret, {each.host for each in claims}
+    def begin(self) -> bytes:
+        try:
+            secret = super().begin()
+        except AuthenticationError:
+            self._over()
+            raise
+        self._key = record_key(secret or self._secret, self.digest)
+        return secret
+
+    def _over(self) -> None:
+        """All workers have met, or find that they do not fit: the next time they meet elsewhere in the store. A worker that
+        gives up before comes again to where the others wait for it."""
+        _met[self._which] = self._used + 1
 
     def meet(self, mine: Record) -> list[Record]:
         """Publish our record and return all, in rank order, once everybody is there.
 
         Raises the same error at every worker: ``AuthenticationError`` for a wrong secret, ``RuntimeError`` for a name used
-        twice; ``TransferTimeout`` naming the ranks that did not join, or ``PeerLost`` naming them if the store ends meanwhile.
+        twice; else as ``Meeting``.
         """
-        self._first(f"worker/{self.rank}", mine.dump(self._key))
+        texts = self.all("worker", mine.dump(self._key))
+        self._over()
         records = []
-        for rank, text in enumerate(self._all("worker")):
+        for rank, text in enumerate(texts):
             record, proof = Record.load(text)
             if not record.proven(proof, self._key):
                 raise wrong_secret(record, mine.name, mine.rank)
@@ -199,19 +182,6 @@ class Rendezvous:
         refuse_twins(records)
         return records
 
-    def _first(self, key: str, mine: str) -> bytes:
-        """Publish a value, unless another worker has. Returns the value that is published now."""
-        try:
-            return bytes(self._store.compare_set(key, "", mine))
-        except dist.DistError:
-            raise _store_ended() from None
-
-    def _all(self, kind: str) -> list[bytes]:
-        """The values that all workers published as ``kind``, in rank order."""
-        keys = [f"{kind}/{rank}" for rank in range(self.world_size)]
-        self._wait([(key, f"rank {rank}") for rank, key in enumerate(keys)])
-        return [bytes(text) for text in self._store.multi_get(keys)]
-
     def leave(self, timeout: float, lost: Container[int]) -> None:
         """Wait until all workers have come here. Each worker calls this last, so that none closes its connections before. Rank
         0, which may host the store, stays until all others have seen that. Nobody waits for those that are ``lost``, which may
@@ -219,80 +189,22 @@ class Rendezvous:
         deadline = time.monotonic() + timeout
         with contextlib.suppress(dist.DistError):  # the store has ended with whoever kept it: nobody can say any more
             self._say("left", self.rank)
-            self._wait_said("left", range(self.world_size), deadline, lost)
+            self._wait_said("left", range(self.size), deadline, lost)
             if self.rank != 0:
                 self._say("gone", self.rank)
                 return
-            for rank in range(1, self.world_size):
+            for rank in range(1, self.size):
                 if rank in lost:
                     self._say("left", rank)
-            self._wait_said("gone", range(1, self.world_size), deadline, lost)
+            self._wait_said("gone", range(1, self.size), deadline, lost)
 
     def _say(self, word: str, rank: int) -> None:
         """Each worker has a key of its own. A count would be written by all of them, by each look at it, too: workers on hosts
         whose file locks do not hold between them would overwrite each other's in a store that is a file."""
-        self._store.set(f"{word}/{rank}", "1")
+        self.store.set(f"{word}/{rank}", "1")
 
     def _wait_said(self, word: str, ranks: Iterable[int], deadline: float, lost: Container[int]) -> None:
-        pause = _FIRST_POLL_S
-        while keys := [f"{word}/{rank}" for rank in ranks if rank not in lost]:
-            if self._store.check(keys) or time.monotonic() > deadline:
+        for _ in polls():
+            keys = [f"{word}/{rank}" for rank in ranks if rank not in lost]
+            if not keys or self.store.check(keys) or time.monotonic() > deadline:
                 return
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
-
-    def _wait(self, keys: Sequence[tuple[str, str]]) -> None:
-        """Until the keys are there. Each comes with the text of whose it is."""
-        self._until(
-            lambda: self._store.check([key for key, _ in keys]),
-            lambda: [who for key, who in keys if not self._store.check([key])],
-        )
-
-    def _others(self) -> str:
-        """Who has come to this store with torch's own RPC, by the key under which its agents meet."""
-        found = [str(rank) for rank in range(self.world_size) if self._whole.check([_OF_TORCH.format(self._used, rank)])]
-        if not found:
-            return ""
-        return (
-            f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
-        )
-
-    def _until(self, done: Callable[[], bool], absent: Callable[[], list[str]]) -> None:
-        start = time.monotonic()
-        pause, look = _FIRST_POLL_S, _FIRST_LOOK_S
-        missing: list[str] = []
-        try:
-            while not done():
-                waited = time.monotonic() - start
-                late = waited > (self.timeout or FOR_EVER_S)
-                if late or waited > look:
-                    self._absent = missing = absent()
-                    look *= 2
-                if late:
-                    raise TransferTimeout(
-                        f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}{self._others()}",
-                        hint="are all workers started with the same init_method and world_size? rpc_timeout sets this limit",
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, _LAST_POLL_S)
-        except dist.DistError:
-            raise _store_ended(missing) from None
-
-
-def _store_ended(missing: Sequence[str] = ()) -> PeerLost:
-    """The error when the store ends too early. ``missing``: the workers that had not come at the last look."""
-    whom = f"; a moment before there was no sign of {', '.join(missing)}" if missing else ""
-    return PeerLost(
-        f"the group's store ended before every worker had joined: rank 0 (or torchrun), which hosts it, gave up or died{whom}",
-        hint="the output of rank 0 says why",
-    )
-
-
-def _since(first: Claim, mine: Claim) -> str:
-    """A text about the other process that has our rank."""
-    running = runs(first, mine)
-    if running is None:
-        return ", on another host or in another container"
-    if running:
-        return f" (process {first.pid})"
-    return f" (process {first.pid}, which has ended): a group meets once; start all workers again, with a fresh store"

@@ -81,17 +81,14 @@ def _replaced(meeting: Meeting) -> float:
     """Rank 1 claims its place, and is killed while it waits for rank 2; rank 3 takes it."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # a launcher may start a worker again while others wait
     if meeting.rank == 1:
-        from rdmarpc.collectives.meeting import Meeting as Ranks
+        from rdmarpc.collectives.meeting import LaneMeeting as Ranks
 
-        whole = Ranks._tell
+        def dying(_: Ranks) -> bytes:
+            meeting.say("claimed")
+            os.kill(os.getpid(), signal.SIGKILL)
+            return b""
 
-        def dying(self: Ranks, key: str, text: str) -> None:
-            whole(self, key, text)
-            if key.startswith("claim"):
-                meeting.say("claimed")
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Ranks._tell = dying  # type: ignore[method-assign]
+        Ranks.begin = dying  # type: ignore[method-assign]
     if meeting.rank >= 2:
         meeting.hear("claimed")
     if meeting.rank == 3:

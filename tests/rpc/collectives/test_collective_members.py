@@ -53,16 +53,18 @@ def _dies_as_it_joins(meeting: Meeting) -> None:
 
     kind, told = os.environ["TEST_KIND"], os.environ["TEST_TOLD"]
     if meeting.rank == 0:
-        whole = ranks.Meeting._tell
+        if kind == "claim":
+            ranks.LaneMeeting.begin = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        whole = ranks.LaneMeeting.tell
 
-        def dying(self: ranks.Meeting, key: str, text: str) -> None:
+        def dying(self: ranks.LaneMeeting, key: str, text: str) -> None:
             last = key.startswith(kind)
             if told or not last:
                 whole(self, key, text)
             if last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        ranks.Meeting._tell = dying  # type: ignore[method-assign]
+        ranks.LaneMeeting.tell = dying  # type: ignore[method-assign]
     with pytest.raises(PeerLost, match=r"rank 0 was lost before it had joined the group: (process \d+ has|nobody listens)"):
         join(meeting, 2, "dies")
 
@@ -125,7 +127,7 @@ def test_what_a_rank_leaves_unseen_is_told():
 
 def _ends_before(meeting: Meeting) -> None:
     """Rank 1 ends before it makes a group, or between two things that it tells the others of one."""
-    from rdmarpc.collectives.meeting import Meeting as Ranks
+    from rdmarpc.collectives.meeting import LaneMeeting as Ranks
 
     join(meeting, 3, "ends before")
     dist.barrier()

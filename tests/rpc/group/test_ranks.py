@@ -18,7 +18,6 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links.group import rendezvous
 from rdmarpc.links.group.rendezvous import Rendezvous
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
@@ -86,7 +85,7 @@ def dies_while_it_waits(meeting):
             meeting.say("pid", str(os.getpid()))
             die()
 
-        Rendezvous._all = waits
+        Rendezvous.begin = waits
         meeting.join(world_size=2)
     pid = int(meeting.said("pid"))
     eventually(lambda: psutil.pid_exists(pid), False)
@@ -97,6 +96,22 @@ def dies_while_it_waits(meeting):
 
 def test_a_worker_started_again_into_the_same_meeting():
     outcomes = run_group(dies_while_it_waits, 2, dynamic=True)
+    assert outcomes[0].exit_code == -9 and outcomes[1].result == "told", outcomes
+
+
+def dies_in_its_second_life(meeting):
+    meeting.join(world_size=2)
+    rpc.shutdown()
+    if meeting.rank == 0:
+        Rendezvous.begin = lambda _: die()
+        meeting.join(world_size=2)
+    with pytest.raises(rpc.PeerLost, match=r"^rank 0 was lost before it had joined the group: process \d+ has ended"):
+        meeting.join(world_size=2)
+    return "told"
+
+
+def test_a_worker_that_dies_while_it_joins_is_named_at_once():
+    outcomes = run_group(dies_in_its_second_life, 2, dynamic=True, rpc_timeout=60)
     assert outcomes[0].exit_code == -9 and outcomes[1].result == "told", outcomes
 
 
@@ -122,9 +137,8 @@ def test_the_store_ends_before_all_are_there():
     assert "no sign of rank 2" in outcomes[1].text and "rank 0" in outcomes[1].text
 
 
-def test_who_waits_to_leave_writes_nothing(tmp_path, monkeypatch):
+def test_who_waits_to_leave_writes_nothing(tmp_path):
     """Hosts whose file locks do not hold between them would overwrite what each of them writes at every look."""
-    monkeypatch.setattr(rendezvous, "_times_met", lambda store: 0)  # both in one process
     file = tmp_path / "store"
     meetings = [Rendezvous(dist.FileStore(str(file), 2), rank, 2, 10.0) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -143,7 +157,7 @@ def begins_again_before_the_store_ends(meeting):
     store = agent.current().group._store
     rpc.shutdown()
     if meeting.rank == 0:
-        key = ["rdmarpc/1/host/1"]
+        key = ["rdmarpc/1/claim/1"]
         eventually(partial(store.check, key))
     del store  # with the last reference at rank 0 it ends
     meeting.join(world_size=2)
@@ -153,6 +167,50 @@ def begins_again_before_the_store_ends(meeting):
 
 def test_a_worker_begins_again_before_the_store_of_the_life_before_has_ended():
     results(run_group(begins_again_before_the_store_ends, 2, dynamic=True, **place("tcp")))
+
+
+def interrupted(who, when, meeting):
+    """``who`` is interrupted in its first try, while the others wait for its claim or for its record."""
+    if meeting.rank == who:
+        whole = getattr(Rendezvous, when)
+
+        def ctrl_c(self, *given):
+            setattr(Rendezvous, when, whole)
+            if when == "meet":
+                eventually(partial(self.store.check, [f"worker/{1 - who}"]))
+            raise KeyboardInterrupt
+
+        setattr(Rendezvous, when, ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            meeting.join(world_size=2)
+    meeting.join(world_size=2)
+    for life in range(2):
+        assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (life,)) == life
+        rpc.shutdown()
+        if life == 0:
+            meeting.join(world_size=2)
+
+
+@pytest.mark.parametrize(("store", "who"), [("file", 0), ("file", 1), ("tcp", 1)])
+@pytest.mark.parametrize("when", ["begin", "meet"])
+def test_a_worker_that_was_interrupted_tries_again(store, who, when):
+    """Its second try waited in another place of the store than the others."""
+    results(run_group(partial(interrupted, who, when), 2, dynamic=True, **place(store)))
+
+
+def comes_late(meeting):
+    if meeting.rank == 0:
+        with pytest.raises(rpc.TransferTimeout, match="no sign of rank 1"):
+            meeting.join(world_size=2, rpc_timeout=0.3)
+        meeting.say("gave up")
+    meeting.hear("gave up")
+    meeting.join(world_size=2)
+    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (5,)) == 5
+    rpc.shutdown()
+
+
+def test_a_worker_that_gave_up_meets_one_that_came_later():
+    results(run_group(comes_late, 2, dynamic=True))
 
 
 def of_another_size(meeting):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,72 +13,110 @@ import pytest
 import torch.distributed as dist
 
 from rdmarpc import RpcBackendOptions
-from rdmarpc.links.group import rendezvous
-from rdmarpc.links.group.job_secret import Claim, claim
-from rdmarpc.links.group.restarts import Restarts
+from rdmarpc.links.group import job_secret, meeting
+from rdmarpc.links.group.meeting import Again, Meeting
+from rdmarpc.links.group.rendezvous import Rendezvous
 from rdmarpc.transport import TransferTimeout
 
 _pids = itertools.count(1 << 23)  # above every number that a process can have
 
 
-def someone(rank: int) -> Claim:
-    """The claim of a process that does not run."""
-    mine, _ = claim(f"worker{rank}", rank, RpcBackendOptions())
-    return replace(mine, pid=next(_pids))
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun; and every worker here counts as a process of its own, which does not run."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(meeting, "_FIRST_LOOK_S", 0.001)
+    claim = job_secret.claim
+
+    def someones(*given: object) -> tuple[job_secret.Claim, bytes]:
+        mine, secret = claim(*given)  # type: ignore[arg-type]
+        return replace(mine, pid=next(_pids)), secret
+
+    monkeypatch.setattr(meeting, "claim", someones)
 
 
-def look(workers: list[Restarts]) -> list[bool]:
-    return [worker.agreed() for worker in workers]
+class Worker(Meeting):
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        super().__init__(store, rank, range(size), str(size), 20.0)
+        self.claim(f"worker{rank}", RpcBackendOptions())
+
+    def meet(self) -> None:
+        while True:
+            try:
+                self.begin()
+                self.all("worker", "")
+                return
+            except Again:
+                continue
 
 
-def life(store: dist.Store, order: list[int]) -> int:
-    """Three workers that come one after the other, each of which looks often; the number that all of them agree on."""
-    there: list[Restarts] = []
+def life(store: dist.Store, order: Sequence[int], looks: float = 0.01) -> str:
+    """Workers that come one after the other, each of which waits for the others; where in the store all of them meet."""
+    there = []
     for rank in order:
-        there.append(Restarts(store, 3, someone(rank)))
-        for _ in range(3):
-            some = look(there)
-            assert not any(some) or len(there) == 3
-    while not all(look(there)):
-        pass
-    (number,) = {worker.number for worker in there}
-    return number
+        assert not any(thread.join(looks) for _, thread in there) and all(thread.is_alive() for _, thread in there)
+        worker = Worker(store, rank, len(order))
+        there.append((worker, threading.Thread(target=worker.meet)))
+        there[-1][1].start()
+    for _, thread in there:
+        thread.join(20)
+    assert not any(thread.is_alive() for _, thread in there)
+    (place,) = {worker.digest for worker, _ in there}
+    return place
 
 
 @pytest.mark.parametrize("first", list(itertools.permutations(range(3))))
 def test_every_life_meets_whoever_comes_first(first: tuple[int, ...]) -> None:
     store = dist.HashStore()
-    assert [life(store, list(order)) for order in ([0, 1, 2], first, [2, 1, 0])] == [0, 1, 2]
+    assert len({life(store, order) for order in ([0, 1, 2], first, [2, 1, 0])}) == 3
 
 
 @pytest.mark.parametrize("died", [[0], [1], [2], [0, 1], [1, 2], [2, 0], [0, 1, 2]])
-@pytest.mark.parametrize("looks", [1, 2])
-def test_a_life_that_was_never_complete_is_not_mistaken_for_the_next(died: list[int], looks: int) -> None:
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_life_that_was_never_complete_is_not_mistaken_for_the_next(died: list[int], seen: bool) -> None:
     """Workers enter and die before all others have come; those of the next life come in any order."""
     for order in itertools.permutations(range(3)):
         store = dist.HashStore()
-        early = [Restarts(store, 3, someone(rank)) for rank in died]
-        for _ in range(looks):
-            look(early)
-        assert life(store, list(order)) == 1
+        early = [Worker(store, rank, 3) for rank in died]
+        if seen and len(early) == 3:
+            for each in early[1:]:
+                each.begin()
+                each.tell(f"worker/{each.rank}", "")
+        life(store, order, 0.001)
 
 
-def test_a_process_that_runs_keeps_its_rank() -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_a_life_of_more_or_fewer_workers(before: int, after: int) -> None:
+    """A worker that had not been there before took the others of the earlier life for those that it waited for."""
     store = dist.HashStore()
-    mine, _ = claim("worker0", 0, RpcBackendOptions())
-    Restarts(store, 2, replace(mine, pid=os.getppid())).agreed()
-    with pytest.raises(RuntimeError, match=rf"rank 0 is taken by worker0 \(process {os.getppid()}\)"):
-        Restarts(store, 2, mine).agreed()
+    for rank in range(before):
+        Rendezvous(store, rank, before, 20.0).claim(f"worker{rank}", RpcBackendOptions())
+    there = [Rendezvous(store, rank, after, 20.0) for rank in reversed(range(after))]
+    for each in there:
+        each.claim(f"worker{each.rank}", RpcBackendOptions())
+        if each is there[0]:
+            each.timeout = 0.2
+            with pytest.raises(TransferTimeout, match="no sign of rank 0"):
+                each.begin()
+    assert [each.begin() for each in there] == [b""] * after
 
 
-def test_missing_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+def test_a_process_that_runs_keeps_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, of_pid = dist.HashStore(), next(_pids)
+    monkeypatch.setattr(meeting, "process_runs", lambda pid: pid == of_pid + 1)
+    Worker(store, 0, 2)
+    with pytest.raises(RuntimeError, match=rf"rank 0 is taken by worker0 \(process {of_pid + 1}\)"):
+        Worker(store, 0, 2)
+
+
+def test_missing_workers_are_named() -> None:
     store = dist.HashStore()
     for rank in (0, 1):
-        Restarts(dist.PrefixStore("rdmarpc/0", store), 2, someone(rank)).agreed()
-    meeting = rendezvous.Rendezvous(store, 0, 2, 0.2)
+        Worker(store, rank, 2)
     with pytest.raises(TransferTimeout, match="no sign of rank 1"):
-        meeting.begin("worker0", RpcBackendOptions())
+        late = Worker(store, 0, 2)
+        late.timeout = 0.2
+        late.meet()
 
 
 LAUNCHER = (
