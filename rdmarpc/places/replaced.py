@@ -114,11 +114,40 @@ def _asking_dlpack(torchs: Callable[..., Any]) -> Callable[..., Any]:
     return to_dlpack
 
 
+def _checked_file(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript writes memory into files, which a tensor at a worker does not have: they would be full of zeros."""
+
+    @functools.wraps(torchs)
+    def save(script: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(type(each) is RemoteTensor for each in _of_script(script)):
+            why = "a file of what torch.jit has made over tensors that lie at a worker would not have them"
+            raise NotSupported(why, hint="script or trace the model after close() or net.cpu(), or a copy of it")
+        return torchs(script, *args, **kwargs)
+
+    return save
+
+
+def _of_script(script: Any) -> list[Any]:
+    """What a scripted module or function keeps: attributes, and constants of its code."""
+    if isinstance(script, torch._C.ScriptFunction):
+        found, graphs = [], [script.graph]
+    else:
+        modules = torch.jit._recursive.wrap_cpp_module(script).modules()
+        found = [each._c.getattr(name) for each in modules for name in each._concrete_type.get_attributes()]
+        graphs = [script._get_method(name).inlined_graph for name in script._method_names()]
+    constants = [node.output().toIValue() for graph in graphs for node in graph.findAllNodes("prim::Constant")]
+    return tree_leaves([*found, *constants])
+
+
 torch.Tensor.data = _data_with_places(torch.Tensor.data)  # type: ignore[assignment]
 for _name in ("apply_", "map_", "map2_"):
     setattr(torch.Tensor, _name, _by_element(getattr(torch.Tensor, _name)))
 torch.nn.functional.one_hot = _checked_one_hot(torch.nn.functional.one_hot)
 torch.to_dlpack = torch.utils.dlpack.to_dlpack = _asking_dlpack(torch.to_dlpack)
+for _script in (torch._C.ScriptModule, torch._C.ScriptFunction):
+    for _name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
+        if hasattr(_script, _name):
+            setattr(_script, _name, _checked_file(getattr(_script, _name)))
 nn.Module._apply = _applied_with_places(nn.Module._apply)  # type: ignore[method-assign]
 if dist.is_available():
     for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):

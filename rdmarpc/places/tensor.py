@@ -224,6 +224,8 @@ class RemoteTensor(torch.Tensor):
     def storage(self) -> Any:
         raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
 
+    _typed_storage = storage
+
     def is_pinned(self, device: Any = None) -> bool:
         return False
 

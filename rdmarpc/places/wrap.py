@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -357,7 +358,7 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
     moves = any(where is not None for _, where in sharing)
     for tensor, _ in sharing if moves else ():
         if tensor._is_view() and not tensor.requires_grad:  # a buffer keeps the tensor that it is a view of
-            torch._C._swap_tensor_impl(tensor, tensor.data)
+            _swap(tensor, tensor.data)
     others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
     if others > 0 and moves:
         raise NotSupported(
@@ -404,21 +405,39 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         made = found.requires_grad_(tensor.requires_grad)
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
+    before = None
     if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
-        # A backward through a graph from before would add its gradient to what is no longer there. It ends in an error, as
-        # after ``torch.utils.swap_tensors``.
-        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_of_an_earlier_place)
+        before = torch.autograd.graph.get_gradient_edge(tensor).node
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    torch._C._swap_tensor_impl(tensor, made)
-    tensor.__class__, made.__class__ = made.__class__, tensor.__class__
-    tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
-    if gradient is not None:
-        if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
-            tensor.grad_dtype = None
-        tensor.grad = at_place(gradient, place_of(found))
-    if hooks is not None:
-        tensor._backward_hooks = hooks
-    if after is not None:
-        tensor._post_accumulate_grad_hooks = after
+    try:
+        _swap(tensor, made)
+        tensor.__class__, made.__class__ = made.__class__, tensor.__class__
+        tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
+    finally:
+        if gradient is not None:
+            if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
+                tensor.grad_dtype = None
+            tensor.grad = at_place(gradient, place_of(tensor))
+        if hooks is not None:
+            tensor._backward_hooks = hooks
+        if after is not None:
+            tensor._post_accumulate_grad_hooks = after
+    if before is not None:
+        # A backward through a graph from before would add its gradient to what is no longer there. It ends in an error, as
+        # after ``torch.utils.swap_tensors``.
+        before.register_prehook(_of_an_earlier_place)
     return made
+
+
+def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """``torch._C._swap_tensor_impl``, which is refused while torch has weak references, as a profiler's results have."""
+    try:
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:
+        gc.collect()  # a profiler that is over is in a reference cycle
+        try:
+            torch._C._swap_tensor_impl(tensor, other)
+        except RuntimeError as error:
+            why = f"a tensor of shape {tuple(tensor.shape)} cannot move while torch has weak references to it"
+            raise NotSupported(why, hint="drop the results of torch.profiler, and leave torch.autocast, first") from error

@@ -380,11 +380,17 @@ def refused() -> None:
     plain = torch.zeros(20, 20)
     direction = torch.randn_like(x)
     assert_same(torch.func.jvp(model, (x,), (direction,)), torch.func.jvp(twin, (x,), (direction,)))
+    scripted = torch.jit.script(model)
+    assert_same(scripted(x), twin(x))
     attempts = {
         "jit.trace": lambda: torch.jit.trace(model, x),
+        "a script's file": lambda: torch.jit.save(scripted, io.BytesIO()),
+        "a frozen script's file": lambda: torch.jit.freeze(scripted.eval()).save_to_buffer(),
+        "a trace's file": lambda: torch.jit.trace(lambda x: x @ weight.detach(), x).save_to_buffer(),
         "dlpack": lambda: torch.from_dlpack(weight.detach()),
         "dlpack of old": lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).sum().item(),
         "shared memory": lambda: weight.detach().share_memory_(),
+        "shared memory of a loader": lambda: weight.detach()._typed_storage(),
         "a storage": lambda: plain.set_(weight.detach().untyped_storage()),
         "a numpy array of it": lambda: np_dlpack(weight.detach()),
     }
@@ -394,6 +400,14 @@ def refused() -> None:
             attempt()
             raise AssertionError(f"{name} was not refused")
     assert torch.isfinite(model(x)).all()
+    with torch.profiler.profile(with_stack=True, profile_memory=True) as results:
+        twin(x).sum().backward()
+    before = [parameter.grad for parameter in twin.parameters()]
+    with pytest.raises(rpc.NotSupported, match="weak references"):
+        places.wrap(twin, {"": "worker1"})
+    assert all(parameter.grad is gradient for parameter, gradient in zip(twin.parameters(), before))
+    del results
+    assert_same([p.grad for p in wrap(twin, {"": "worker1"}).parameters()], before)
 
 
 def np_dlpack(tensor: torch.Tensor) -> Any:
