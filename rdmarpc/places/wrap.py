@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -59,6 +60,7 @@ def wrap(
     for name, parameter in net.named_parameters():
         if hasattr(type(parameter), "_watch"):  # a ``servers.parameter.ServedParameter``
             raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
+    own_names(net, WrappedModel)
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     _displace(net, places)
@@ -91,11 +93,24 @@ class Extension(nn.Module):
 Extended = TypeVar("Extended", bound=Extension)
 
 
+def own_names(net: nn.Module, methods: type[Extension], attributes: Sequence[str] = ()) -> dict[str, Any]:
+    """What the class of a model has under the names of these methods, and keeps. ``NotSupported`` for its parts, and for
+    ``attributes``, which methods would hide."""
+    offered = [name for name in vars(methods) if not name.startswith("_") and not hasattr(nn.Module, name)]
+    hidden = {*net._parameters, *net._buffers, *net._modules, *(vars(net).keys() & set(attributes))}
+    if taken := [name for name in offered if name in hidden]:
+        why = f"{type(net).__name__} has {taken} of its own, which {methods.__name__} has, too"
+        raise NotSupported(why, hint="rename them")
+    original = getattr(type(net), "_original", type(net))
+    return {name: inspect.getattr_static(original, name) for name in offered if hasattr(original, name)}
+
+
 def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Extended:
     """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
     found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
     if found is None:
-        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__}
+        own = own_names(net, methods)
+        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own}
         found = type(kind.__name__, (methods, kind), names)
     object.__dict__["__class__"].__set__(net, found)
     return cast(Extended, net)
@@ -164,7 +179,7 @@ class WrappedModel(Extension):
 
     def placement_table(self) -> str:
         """The tables of ``transfers`` alone, an empty line between two."""
-        return "\n\n".join(found.table() for found in self.transfers())
+        return "\n\n".join(found.table() for found in WrappedModel.transfers(self))
 
     def replace(self, lost: str, successor: str) -> dict[str, Any]:
         """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
@@ -271,7 +286,7 @@ def _unite(net: nn.Module) -> None:
 def _displace(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     """Bring home what was placed before: all of a wrapped model; of another one (a copy of one, say) what has a new place."""
     if isinstance(net, WrappedModel):
-        net.close()
+        WrappedModel.close(net)
         return
     _unite(net)
     storages: dict[int, torch.Tensor] = {}

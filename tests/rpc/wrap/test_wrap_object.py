@@ -243,6 +243,19 @@ def the_object() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         model.part.nothing  # noqa: B018
 
+    class Closes(nn.Linear):
+        transfers = 3
+
+        def close(self) -> str:
+            return "its own"
+
+    own = wrap(Closes(20, 4), {"": "worker1"})
+    assert own.close() == "its own" and own.transfers == 3
+    places.WrappedModel.close(own)
+    assert type(own.weight.data) is torch.Tensor
+    with pytest.raises(rpc.NotSupported, match=r"has .'replace'. of its own"):
+        wrap(nn.ModuleDict({"replace": nn.Linear(2, 2)}), {"": "worker1"})
+
 
 def test_it_is_the_object_that_it_was(drive):
     drive(the_object)
