@@ -393,10 +393,12 @@ def refused() -> None:
     plain = torch.zeros(20, 20)
     direction = torch.randn_like(x)
     assert_same(torch.func.jvp(model, (x,), (direction,)), torch.func.jvp(twin, (x,), (direction,)))
+    convolved = lambda x: nn.functional.conv1d(x.t(), weight.detach()[..., None])  # noqa: E731
     scripted = torch.jit.script(model)
     assert_same(scripted(x), twin(x))
     attempts = {
         "jit.trace": lambda: torch.jit.trace(model, x),
+        "jit.trace of a convolution": lambda: torch.jit.trace(convolved, x),
         "a script's file": lambda: torch.jit.save(scripted, io.BytesIO()),
         "a frozen script's file": lambda: torch.jit.freeze(scripted.eval()).save_to_buffer(),
         "a trace's file": lambda: torch.jit.trace(lambda x: x @ weight.detach(), x).save_to_buffer(),
@@ -412,7 +414,8 @@ def refused() -> None:
             warnings.simplefilter("ignore")
             attempt()
             raise AssertionError(f"{name} was not refused")
-    assert torch.isfinite(model(x)).all()
+    assert_same(model(x), twin(x))
+    assert_same(convolved(x), nn.functional.conv1d(x.t(), twin[0].weight.detach()[..., None]))
     with torch.profiler.profile(with_stack=True, profile_memory=True) as results:
         twin(x).sum().backward()
     before = [parameter.grad for parameter in twin.parameters()]
