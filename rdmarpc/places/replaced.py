@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..transport import NotSupported
+from .names import DEVICE
 from .tensor import RemoteTensor
 from .wrap import exchange
 
@@ -139,6 +140,20 @@ def _of_script(script: Any) -> list[Any]:
     return tree_leaves([*found, *constants])
 
 
+def _on_the_cpu(torchs: Callable[..., None]) -> Callable[..., None]:
+    """``torch.autocast(device.type)`` of a worker's device is that of the CPU, which is the device of its tensors."""
+
+    @functools.wraps(torchs)
+    def init(made: Any, *args: Any, **kwargs: Any) -> None:
+        torchs(
+            made,
+            *["cpu" if value == DEVICE else value for value in args],
+            **{name: "cpu" if value == DEVICE else value for name, value in kwargs.items()},
+        )
+
+    return init
+
+
 torch.Tensor.data = _data_with_places(torch.Tensor.data)  # type: ignore[assignment]
 for _name in ("apply_", "map_", "map2_"):
     setattr(torch.Tensor, _name, _by_element(getattr(torch.Tensor, _name)))
@@ -148,6 +163,8 @@ for _script in (torch._C.ScriptModule, torch._C.ScriptFunction):
     for _name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
         if hasattr(_script, _name):
             setattr(_script, _name, _checked_file(getattr(_script, _name)))
+for _class in (torch.amp.autocast, torch.amp.GradScaler):
+    _class.__init__ = _on_the_cpu(_class.__init__)  # type: ignore[method-assign]
 nn.Module._apply = _applied_with_places(nn.Module._apply)  # type: ignore[method-assign]
 if dist.is_available():
     for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):
