@@ -133,6 +133,10 @@ def made() -> None:
     with torch.autocast(device.type, torch.bfloat16):
         same(x @ x.t(), torch.full((2, 2), 3.0, dtype=torch.bfloat16))
     same(torch.amp.GradScaler(device=device.type, init_scale=2.0).scale(x), torch.full((2, 3), 2.0))
+    with device:
+        made = nn.Linear(20, 30)(torch.arange(60.0).view(3, 20))
+        assert type(made) is RemoteTensor and type(made.cpu()) is torch.Tensor
+        assert len(made.tolist()) == 3 and made.detach().numpy().shape == (3, 30)
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
