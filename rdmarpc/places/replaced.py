@@ -130,14 +130,13 @@ def _checked_file(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_script(script: Any) -> list[Any]:
     """What a scripted module or function keeps: attributes, and constants of its code."""
-    if isinstance(script, torch._C.ScriptFunction):
-        found, graphs = [], [script.graph]
-    else:
+    found, codes = [], [script]
+    if not isinstance(script, torch._C.ScriptFunction):
         modules = torch.jit._recursive.wrap_cpp_module(script).modules()
         found = [each._c.getattr(name) for each in modules for name in each._concrete_type.get_attributes()]
-        graphs = [script._get_method(name).inlined_graph for name in script._method_names()]
-    constants = [node.output().toIValue() for graph in graphs for node in graph.findAllNodes("prim::Constant")]
-    return tree_leaves([*found, *constants])
+        codes = [script._get_method(name) for name in script._method_names()]
+    constants = [node for code in codes for node in code.inlined_graph.findAllNodes("prim::Constant")]
+    return tree_leaves([*found, *(node.output().toIValue() for node in constants)])
 
 
 def _on_the_cpu(torchs: Callable[..., None]) -> Callable[..., None]:
