@@ -21,12 +21,11 @@ from .tensor import at_place, make_empty, run_here
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
-_RESIZING = (
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.range.default, aten.range.step, aten.linspace.default,
-    aten.logspace.default, aten.eye.default, aten.eye.m, aten.randperm.default, aten.tril_indices.default,
-    aten.triu_indices.default,
+_MADE_HERE = (
+    "arange", "range", "linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices", "bartlett_window",
+    "blackman_window", "hamming_window", "hann_window", "kaiser_window", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
-"""Factories that make an empty tensor and then resize it."""
+"""Factories that resize an empty tensor, or write into its memory."""
 
 
 class _Module:
@@ -69,8 +68,16 @@ def _enter() -> None:
     _library.impl("_to_copy", _to_copy, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")
     _library.impl("empty_strided", _empty_strided, "PrivateUse1")
-    for factory in _RESIZING:
-        _library.impl(factory.name(), functools.partial(_brought, factory), "PrivateUse1")
+    for name in _MADE_HERE:
+        for overload in getattr(aten, name).overloads():
+            factory = getattr(getattr(aten, name), overload)
+            kinds = {argument.name: str(argument.type) for argument in factory._schema.arguments}
+            if "device" in kinds and "Tensor" not in kinds.values():
+                _library.impl(factory.name(), functools.partial(_brought, factory), "PrivateUse1")
+    # ``torch.load(map_location=...)`` reads storages, which are here.
+    torch.serialization.register_package(
+        19, lambda storage: None, lambda storage, location: storage if location.startswith(DEVICE) else None
+    )
 
 
 def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, memory_format: Any = None, **rest: Any) -> Any:
@@ -95,5 +102,5 @@ def _brought(factory: Any, *args: Any, device: Any = None, pin_memory: Any = Non
 def _made(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     place = place_named(device)
     if place is None:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     return make_empty(place, tuple(size), tuple(stride), dtype)

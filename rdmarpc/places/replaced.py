@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..transport import NotSupported
+from .names import DEVICE
 from .tensor import RemoteTensor
 from .wrap import exchange
 
@@ -114,11 +115,55 @@ def _asking_dlpack(torchs: Callable[..., Any]) -> Callable[..., Any]:
     return to_dlpack
 
 
+def _checked_file(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript writes memory into files, which a tensor at a worker does not have: they would be full of zeros."""
+
+    @functools.wraps(torchs)
+    def save(script: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(type(each) is RemoteTensor for each in _of_script(script)):
+            why = "a file of what torch.jit has made over tensors that lie at a worker would not have them"
+            raise NotSupported(why, hint="script or trace the model after close() or net.cpu(), or a copy of it")
+        return torchs(script, *args, **kwargs)
+
+    return save
+
+
+def _of_script(script: Any) -> list[Any]:
+    """What a scripted module or function keeps: attributes, and constants of its code."""
+    found, codes = [], [script]
+    if not isinstance(script, torch._C.ScriptFunction):
+        modules = torch.jit._recursive.wrap_cpp_module(script).modules()
+        found = [each._c.getattr(name) for each in modules for name in each._concrete_type.get_attributes()]
+        codes = [script._get_method(name) for name in script._method_names()]
+    constants = [node for code in codes for node in code.inlined_graph.findAllNodes("prim::Constant")]
+    return tree_leaves([*found, *(node.output().toIValue() for node in constants)])
+
+
+def _on_the_cpu(torchs: Callable[..., None]) -> Callable[..., None]:
+    """``torch.autocast(device.type)`` of a worker's device is that of the CPU, which is the device of its tensors."""
+
+    @functools.wraps(torchs)
+    def init(made: Any, *args: Any, **kwargs: Any) -> None:
+        torchs(
+            made,
+            *["cpu" if value == DEVICE else value for value in args],
+            **{name: "cpu" if value == DEVICE else value for name, value in kwargs.items()},
+        )
+
+    return init
+
+
 torch.Tensor.data = _data_with_places(torch.Tensor.data)  # type: ignore[assignment]
 for _name in ("apply_", "map_", "map2_"):
     setattr(torch.Tensor, _name, _by_element(getattr(torch.Tensor, _name)))
 torch.nn.functional.one_hot = _checked_one_hot(torch.nn.functional.one_hot)
 torch.to_dlpack = torch.utils.dlpack.to_dlpack = _asking_dlpack(torch.to_dlpack)
+for _script in (torch._C.ScriptModule, torch._C.ScriptFunction):
+    for _name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
+        if hasattr(_script, _name):
+            setattr(_script, _name, _checked_file(getattr(_script, _name)))
+for _class in (torch.amp.autocast, torch.amp.GradScaler):
+    _class.__init__ = _on_the_cpu(_class.__init__)  # type: ignore[method-assign]
 nn.Module._apply = _applied_with_places(nn.Module._apply)  # type: ignore[method-assign]
 if dist.is_available():
     for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):

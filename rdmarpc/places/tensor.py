@@ -50,7 +50,7 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
-_modes = torch._C._len_torch_dispatch_stack
+_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
@@ -82,6 +82,8 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1 and not any(each.__name__ == "FakeTensor" for each in types):  # those would know no answer
             return NotImplemented
+        if _tracing():  # Python would read traced tensors as shapes, and tell them to workers
+            raise NotSupported(f"torch.jit.trace cannot follow {func} at a worker", hint="trace a copy that lies here")
         return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property

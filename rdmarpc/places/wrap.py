@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -58,6 +60,7 @@ def wrap(
     for name, parameter in net.named_parameters():
         if hasattr(type(parameter), "_watch"):  # a ``servers.parameter.ServedParameter``
             raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
+    own_names(net, WrappedModel)
     agent = _agent.current()
     places = resolve(net, placement, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     _displace(net, places)
@@ -90,11 +93,24 @@ class Extension(nn.Module):
 Extended = TypeVar("Extended", bound=Extension)
 
 
+def own_names(net: nn.Module, methods: type[Extension], attributes: Sequence[str] = ()) -> dict[str, Any]:
+    """What the class of a model has under the names of these methods, and keeps. ``NotSupported`` for its parts, and for
+    ``attributes``, which methods would hide."""
+    offered = [name for name in vars(methods) if not name.startswith("_") and not hasattr(nn.Module, name)]
+    hidden = {*net._parameters, *net._buffers, *net._modules, *(vars(net).keys() & set(attributes))}
+    if taken := [name for name in offered if name in hidden]:
+        why = f"{type(net).__name__} has {taken} of its own, which {methods.__name__} has, too"
+        raise NotSupported(why, hint="rename them")
+    original = getattr(type(net), "_original", type(net))
+    return {name: inspect.getattr_static(original, name) for name in offered if hasattr(original, name)}
+
+
 def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Extended:
     """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
     found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
     if found is None:
-        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__}
+        own = own_names(net, methods)
+        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own}
         found = type(kind.__name__, (methods, kind), names)
     object.__dict__["__class__"].__set__(net, found)
     return cast(Extended, net)
@@ -163,7 +179,7 @@ class WrappedModel(Extension):
 
     def placement_table(self) -> str:
         """The tables of ``transfers`` alone, an empty line between two."""
-        return "\n\n".join(found.table() for found in self.transfers())
+        return "\n\n".join(found.table() for found in WrappedModel.transfers(self))
 
     def replace(self, lost: str, successor: str) -> dict[str, Any]:
         """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
@@ -188,7 +204,7 @@ class WrappedModel(Extension):
                 place = stream_to(successor, tensor._handle.stream.device)
                 tensor.grad = None
                 if place is None:
-                    exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+                    exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"))
                 else:  # also while a graph of an earlier forward has the tensor
                     tensor.data = make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for each in placed.places.values():
@@ -270,7 +286,7 @@ def _unite(net: nn.Module) -> None:
 def _displace(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     """Bring home what was placed before: all of a wrapped model; of another one (a copy of one, say) what has a new place."""
     if isinstance(net, WrappedModel):
-        net.close()
+        WrappedModel.close(net)
         return
     _unite(net)
     storages: dict[int, torch.Tensor] = {}
@@ -357,7 +373,7 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
     moves = any(where is not None for _, where in sharing)
     for tensor, _ in sharing if moves else ():
         if tensor._is_view() and not tensor.requires_grad:  # a buffer keeps the tensor that it is a view of
-            torch._C._swap_tensor_impl(tensor, tensor.data)
+            _swap(tensor, tensor.data)
     others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
     if others > 0 and moves:
         raise NotSupported(
@@ -381,7 +397,7 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
     if len(tensors) == 1 or tensors[0].layout is not torch.strided:
         copies: list[Any] = [at_place(tensor.detach(), place) for tensor in tensors]
     else:
-        whole: Any = at_place(torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()), place)
+        whole: Any = at_place(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensors[0].untyped_storage()), place)
         offsets = [int(tensor.storage_offset()) for tensor in tensors]
         copies = [wrapper(whole._handle, meta_of(geometry(t)), at, at) for t, at in zip(tensors, offsets)]
     for tensor, copy in zip(tensors, copies):
@@ -404,21 +420,39 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         made = found.requires_grad_(tensor.requires_grad)
     made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in OWN})
     made.__dict__.update({name: value for name, value in found.__dict__.items() if name in OWN})
+    before = None
     if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
-        # A backward through a graph from before would add its gradient to what is no longer there. It ends in an error, as
-        # after ``torch.utils.swap_tensors``.
-        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_of_an_earlier_place)
+        before = torch.autograd.graph.get_gradient_edge(tensor).node
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    torch._C._swap_tensor_impl(tensor, made)
-    tensor.__class__, made.__class__ = made.__class__, tensor.__class__
-    tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
-    if gradient is not None:
-        if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
-            tensor.grad_dtype = None
-        tensor.grad = at_place(gradient, place_of(found))
-    if hooks is not None:
-        tensor._backward_hooks = hooks
-    if after is not None:
-        tensor._post_accumulate_grad_hooks = after
+    try:
+        _swap(tensor, made)
+        tensor.__class__, made.__class__ = made.__class__, tensor.__class__
+        tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
+    finally:
+        if gradient is not None:
+            if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
+                tensor.grad_dtype = None
+            tensor.grad = at_place(gradient, place_of(tensor))
+        if hooks is not None:
+            tensor._backward_hooks = hooks
+        if after is not None:
+            tensor._post_accumulate_grad_hooks = after
+    if before is not None:
+        # A backward through a graph from before would add its gradient to what is no longer there. It ends in an error, as
+        # after ``torch.utils.swap_tensors``.
+        before.register_prehook(_of_an_earlier_place)
     return made
+
+
+def _swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """``torch._C._swap_tensor_impl``, which is refused while torch has weak references, as a profiler's results have."""
+    try:
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:
+        gc.collect()  # a profiler that is over is in a reference cycle
+        try:
+            torch._C._swap_tensor_impl(tensor, other)
+        except RuntimeError as error:
+            why = f"a tensor of shape {tuple(tensor.shape)} cannot move while torch has weak references to it"
+            raise NotSupported(why, hint="drop the results of torch.profiler, and leave torch.autocast, first") from error

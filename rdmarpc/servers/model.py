@@ -14,7 +14,7 @@ from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph import Crossing, Transfers, describe
 from ..places.placement import deepest
-from ..places.wrap import Extension, WrappedModel, as_original, extend
+from ..places.wrap import Extension, as_original, extend, own_names
 from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .bundle import ALWAYS, TRACED, Edge
@@ -68,8 +68,7 @@ def serve(
     model = f"{name} of {', '.join(everybody)}" if workers is not None else f"{name} {uuid.uuid4().hex}"
     home = place(net, servers, placement)
     limit = timeouts.limit(timeout, "the timeout of serve")
-    if not isinstance(net, ServedModel | WrappedModel) and (taken := [each for each in _NAMES if hasattr(net, each)]):
-        raise NotSupported(f"{type(net).__name__} has {taken} of its own, which a served model has, too", hint="rename them")
+    own_names(net, ServedModel, ["staging", *(["optimizer"] if optimizer is not None else [])])
     close_dropped(agent)
     there = Servers(net, home, agent, model, everybody, limit, staging)
     try:
@@ -158,11 +157,15 @@ class ServedModel(Extension):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one that ``serve`` made."""
-        found = self._there.optimizer
+        """The one that ``serve`` made, or an attribute of that name that the model has."""
+        found = vars(self).get("optimizer") or self._there.optimizer
         if found is None:
             raise RuntimeError("serve() was called without an optimizer; new_optimizer makes one")
         return found
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        vars(self)["optimizer"] = value
 
     def new_optimizer(
         self, kind: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
@@ -192,7 +195,7 @@ class ServedModel(Extension):
 
     def placement_table(self) -> str:
         """A line for each of these tensors, and their sum."""
-        return self.transfers()[0].table()
+        return ServedModel.transfers(self)[0].table()
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the servers added (``everywhere``); ``rpc_messages``
@@ -249,9 +252,6 @@ class ServedModel(Extension):
         """Copies and pickles are of the original class, with the present weights: no server knows of them."""
         self._wait()
         return as_original(super().__reduce_ex__(protocol), self._original, "_servers")
-
-
-_NAMES = [name for name in vars(ServedModel) if not name.startswith("_") and not hasattr(nn.Module, name)]
 
 
 def _crossing(edge: Edge) -> Crossing:

@@ -74,7 +74,7 @@ def wrap(net: nn.Module, placement: Any, **options: Any) -> Any:
 
 def close_all() -> None:
     for model in list(_models):
-        model.close()
+        places.WrappedModel.close(model)
     _models.clear()
 
 

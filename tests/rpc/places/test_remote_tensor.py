@@ -109,6 +109,11 @@ def made() -> None:
         lambda **o: torch.randperm(9, **o),
         lambda **o: torch.scalar_tensor(2.5, **o),
         lambda **o: torch.as_tensor([1, 2], **o),
+        lambda **o: torch.hann_window(8, **o),
+        lambda **o: torch.hamming_window(5, True, 0.3, 0.4, **o),
+        lambda **o: torch.kaiser_window(7, **o),
+        lambda **o: torch.fft.fftfreq(4, **o),
+        lambda **o: torch.randperm(9, generator=torch.Generator().manual_seed(1), **o),
     ):
         torch.manual_seed(3)
         ours, state = make(device=device), torch.get_rng_state()
@@ -125,6 +130,17 @@ def made() -> None:
     (leaf * 2).sum().backward()
     assert leaf.is_leaf
     same(leaf.grad, torch.full((3,), 2.0))
+    with torch.autocast(device.type, torch.bfloat16):
+        same(x @ x.t(), torch.full((2, 2), 3.0, dtype=torch.bfloat16))
+    same(torch.amp.GradScaler(device=device.type, init_scale=2.0).scale(x), torch.full((2, 3), 2.0))
+    with device:
+        made = nn.Linear(20, 30)(torch.arange(60.0).view(3, 20))
+        assert type(made) is RemoteTensor and type(made.cpu()) is torch.Tensor
+        assert len(made.tolist()) == 3 and made.detach().numpy().shape == (3, 30)
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, map_location=device), torch.ones(2, 3))
 
 
 def moved() -> None:

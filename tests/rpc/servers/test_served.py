@@ -429,10 +429,6 @@ def test_closing_after_a_timeout_does_not_wait_again(what: str) -> None:
     results(run_group(partial(closes_late, what), 3, peer_timeout=40.0))
 
 
-class Pulls(nn.Linear):
-    def pull(self) -> None: ...
-
-
 def refusals(rank: int) -> None:
     def refused(says: str, *args: Any, kind: type[BaseException] = ValueError, **options: Any) -> None:
         with pytest.raises(kind, match=says):
@@ -451,7 +447,7 @@ def refusals(rank: int) -> None:
     refused("Invalid learning rate", net, ["worker1"], torch.optim.SGD, lr=-1.0)
     refused("no parameters", nn.ReLU(), ["worker1"])
     refused("no shape yet", nn.LazyLinear(3), ["worker1"], kind=rpc.NotSupported)
-    refused("has .'pull'. of its own", Pulls(2, 2), ["worker1"], kind=rpc.NotSupported)
+    refused("has .'pull'. of its own", nn.ModuleDict({"pull": linear()}), ["worker1"], kind=rpc.NotSupported)
     for _ in range(2):
         refused("did not come", net, ["worker1"], workers=["worker0", "worker2"], timeout=1.0, kind=rpc.TransferTimeout)
     assert not _open and rpc.rpc_sync("worker1", kept) == 0

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import rdmarpc as rpc
+from rdmarpc.servers.model import ServedModel
 from rdmarpc.servers.parameter import ServedParameter
 
 SERVERS = ["worker1", "worker2"]
@@ -157,6 +158,32 @@ def as_the_original(rank: int) -> None:
     model.close()
 
 
+class Agent(nn.Linear):
+    """A model whose class has names that a served one has."""
+
+    def close(self) -> str:
+        return "its own"
+
+
+def with_names_of_ours(rank: int) -> None:
+    for later in (False, True):
+        net, twin = Agent(4, 2), Agent(4, 2)
+        twin.load_state_dict(net.state_dict())
+        net = rpc.serve(net, SERVERS) if later else net
+        for model in (net, twin):
+            model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if not later:
+            with pytest.raises(rpc.NotSupported, match=r"'optimizer'. of its own"):
+                rpc.serve(net, SERVERS, torch.optim.SGD, lr=0.1)
+            net = rpc.serve(net, SERVERS)
+        for model in (net, twin):
+            model(torch.ones(1, 4)).sum().backward()
+            model.optimizer.step()
+        assert net.close() == "its own" and list(copy.deepcopy(net).__dict__) == list(twin.__dict__)
+        assert_same(net.state_dict(), twin.state_dict())
+        ServedModel.close(net)
+
+
 def as_a_container(rank: int) -> None:
     model = rpc.serve(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), SERVERS, torch.optim.SGD, lr=0.1)
     assert len(model) == 3 and [*model] == [model[0], model[1], model[2]] and len(model[:2]) == 2
@@ -182,7 +209,8 @@ def several_workers(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario, workers", [(reading, 1), (writing, 1), (as_the_original, 1), (as_a_container, 1), (several_workers, 2)]
+    "scenario, workers",
+    [(reading, 1), (writing, 1), (as_the_original, 1), (with_names_of_ours, 1), (as_a_container, 1), (several_workers, 2)],
 )
 def test_it_is_used_as_the_original(scenario, workers):
     results(run_group(partial(on_workers, scenario, workers), 3, transport="shm"))

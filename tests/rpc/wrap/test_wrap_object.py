@@ -243,6 +243,19 @@ def the_object() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         model.part.nothing  # noqa: B018
 
+    class Closes(nn.Linear):
+        transfers = 3
+
+        def close(self) -> str:
+            return "its own"
+
+    own = wrap(Closes(20, 4), {"": "worker1"})
+    assert own.close() == "its own" and own.transfers == 3
+    places.WrappedModel.close(own)
+    assert type(own.weight.data) is torch.Tensor
+    with pytest.raises(rpc.NotSupported, match=r"has .'replace'. of its own"):
+        wrap(nn.ModuleDict({"replace": nn.Linear(2, 2)}), {"": "worker1"})
+
 
 def test_it_is_the_object_that_it_was(drive):
     drive(the_object)
@@ -380,11 +393,19 @@ def refused() -> None:
     plain = torch.zeros(20, 20)
     direction = torch.randn_like(x)
     assert_same(torch.func.jvp(model, (x,), (direction,)), torch.func.jvp(twin, (x,), (direction,)))
+    convolved = lambda x: nn.functional.conv1d(x.t(), weight.detach()[..., None])  # noqa: E731
+    scripted = torch.jit.script(model)
+    assert_same(scripted(x), twin(x))
     attempts = {
         "jit.trace": lambda: torch.jit.trace(model, x),
+        "jit.trace of a convolution": lambda: torch.jit.trace(convolved, x),
+        "a script's file": lambda: torch.jit.save(scripted, io.BytesIO()),
+        "a frozen script's file": lambda: torch.jit.freeze(scripted.eval()).save_to_buffer(),
+        "a trace's file": lambda: torch.jit.trace(lambda x: x @ weight.detach(), x).save_to_buffer(),
         "dlpack": lambda: torch.from_dlpack(weight.detach()),
         "dlpack of old": lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).sum().item(),
         "shared memory": lambda: weight.detach().share_memory_(),
+        "shared memory of a loader": lambda: weight.detach()._typed_storage(),
         "a storage": lambda: plain.set_(weight.detach().untyped_storage()),
         "a numpy array of it": lambda: np_dlpack(weight.detach()),
     }
@@ -393,7 +414,16 @@ def refused() -> None:
             warnings.simplefilter("ignore")
             attempt()
             raise AssertionError(f"{name} was not refused")
-    assert torch.isfinite(model(x)).all()
+    assert_same(model(x), twin(x))
+    assert_same(convolved(x), nn.functional.conv1d(x.t(), twin[0].weight.detach()[..., None]))
+    with torch.profiler.profile(with_stack=True, profile_memory=True) as results:
+        twin(x).sum().backward()
+    before = [parameter.grad for parameter in twin.parameters()]
+    with pytest.raises(rpc.NotSupported, match="weak references"):
+        places.wrap(twin, {"": "worker1"})
+    assert all(parameter.grad is gradient for parameter, gradient in zip(twin.parameters(), before))
+    del results
+    assert_same([p.grad for p in wrap(twin, {"": "worker1"}).parameters()], before)
 
 
 def np_dlpack(tensor: torch.Tensor) -> Any:
