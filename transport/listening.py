@@ -123,7 +123,9 @@ class ListeningDevice(Device):
                 raise self._closed(where) from None
             late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
             if late or isinstance(error, TimeoutError):
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device=self.name) from None
+                status = error.status if isinstance(error, TransferTimeout) else ""
+                why = f"the peer did not answer within {timeout} s"
+                raise TransferTimeout(why, peer=where, device=self.name, status=status) from None
             if isinstance(error, OSError):
                 raise broken_by(error, "connecting", peer=where, device=self.name) from error
             raise
@@ -186,10 +188,10 @@ class ListeningDevice(Device):
         self._service.drop()
 
     def _shut(self) -> None:
+        self._heart.stop()
         self._service.stop()
         if self._tls is not None:
             self._tls.close(_TLS_LINGER_S)
-        self._heart.stop()
 
 
 def checked(hello: bytes) -> bytes:

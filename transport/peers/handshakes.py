@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ..errors import GONE, PeerLost, RdmaError
+from ..errors import BUSY, GONE, PeerLost, RdmaError, TransferTimeout
 from ..sandboxed import REFUSED
 from .ended import nobody
 from .guard import Guard, hint_for
@@ -171,17 +171,21 @@ def dial(where: str, timeout: float, *, device: str) -> socket.socket:
 
 def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:
     """Connect until both ends have proven themselves, and return the stream that ``prove`` returns. ``dial(seconds)`` connects,
-    ``prove(sock)`` does the handshake. If the peer hangs up meanwhile, to make way for others, both are tried again until the
-    ``deadline`` (``time.monotonic``)."""
-    pause = _FIRST_PAUSE_S
+    ``prove(sock)`` does the handshake. If the peer hangs up meanwhile, to make way for others or because its Python is held up,
+    both are tried again until the ``deadline`` (``time.monotonic``); then ``TransferTimeout`` has the status ``BUSY``."""
+    pause, hung_up = _FIRST_PAUSE_S, False
     while True:
         sock = dial(max(deadline - time.monotonic(), 0.001))
         try:
             return prove(sock)
         except BaseException as error:
             sock.close()
-            again = isinstance(error, PeerLost) and error.status not in GONE
-            if not again or time.monotonic() + pause > deadline:
+            again = isinstance(error, ConnectionError) or (isinstance(error, PeerLost) and error.status not in GONE)
+            late = time.monotonic() + pause > deadline
+            if late and hung_up and (again or isinstance(error, TransferTimeout)):
+                raise TransferTimeout("the peer hangs up again and again", status=BUSY) from None
+            if late or not again:
                 raise
+        hung_up = True
         time.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE_S)
