@@ -20,7 +20,6 @@ from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, DeviceOptions, check_require, host_id
 from .errors import (
-    BUSY,
     GIVEN_UP,
     GONE,
     ArenaFull,
@@ -108,7 +107,6 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "BUSY",
     "DONE",
     "GIVEN_UP",
     "GONE",

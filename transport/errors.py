@@ -34,10 +34,6 @@ GONE = ("NOBODY", "STALE_ADDRESS")
 """``PeerLost.status`` of ``connect`` when the device at that address has ended."""
 
 
-BUSY = "BUSY"
-"""``TransferTimeout.status`` of ``connect`` when the peer hung up: it runs, though its Python may be held up."""
-
-
 GIVEN_UP = "GIVEN_UP"
 """``PeerLost.status`` where it is the peer that has lost us: this process did not run for long."""
 

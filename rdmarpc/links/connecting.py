@@ -10,19 +10,7 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..transport import (
-    BUSY,
-    GONE,
-    AuthenticationError,
-    Channel,
-    Device,
-    PeerLost,
-    TransferTimeout,
-    broken_by,
-    fresh,
-    hint_for,
-    kept,
-)
+from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, broken_by, fresh, hint_for, kept
 from .group.group import Group
 from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by
@@ -182,7 +170,7 @@ class Connections:
             try:
                 return self._device.connect(address, hello=hello, timeout=self._patience, pool=link.pool)
             except TransferTimeout as error:
-                if error.status != BUSY or time.monotonic() > limit:
+                if error.status != "BUSY" or time.monotonic() > limit:
                     raise
 
     def _silent(self, record: Record) -> PeerLost:

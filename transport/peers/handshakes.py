@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ..errors import BUSY, GONE, PeerLost, RdmaError, TransferTimeout
+from ..errors import GONE, PeerLost, RdmaError, TransferTimeout
 from ..sandboxed import REFUSED
 from .ended import nobody
 from .guard import Guard, hint_for
@@ -183,7 +183,7 @@ def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket
             again = isinstance(error, ConnectionError) or (isinstance(error, PeerLost) and error.status not in GONE)
             late = time.monotonic() + pause > deadline
             if late and hung_up and (again or isinstance(error, TransferTimeout)):
-                raise TransferTimeout("the peer hangs up again and again", status=BUSY) from None
+                raise TransferTimeout("the peer hangs up again and again", status="BUSY") from None
             if late or not again:
                 raise
         hung_up = True
