@@ -126,6 +126,8 @@ class ListeningDevice(Device):
                 status = error.status if isinstance(error, TransferTimeout) else ""
                 why = f"the peer did not answer within {timeout} s"
                 raise TransferTimeout(why, peer=where, device=self.name, status=status) from None
+            if isinstance(error, ConnectionError):
+                raise PeerLost(f"the peer broke off the handshake: {error}", peer=where, device=self.name) from None
             if isinstance(error, OSError):
                 raise broken_by(error, "connecting", peer=where, device=self.name) from error
             raise

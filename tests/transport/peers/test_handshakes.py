@@ -91,6 +91,18 @@ def test_a_worker_that_has_proven_itself_may_be_slow(kind: str, open_device: Ope
     b.accept(timeout=T).close()
 
 
+def test_what_fails_at_the_peer_is_not_said_to_have_failed_here(
+    kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> None:
+        raise OSError(27, "File too large")
+
+    b, a = open_device(kind), open_device(kind)
+    monkeypatch.setattr(b, "_receive_setup", fails)
+    with pytest.raises(PeerLost, match="the peer"):
+        a.connect(b.address, timeout=T)
+
+
 def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None:
     """The one at that address trickles."""
     device = open_device(kind)
