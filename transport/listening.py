@@ -111,7 +111,7 @@ class ListeningDevice(Device):
         where, uid = self._where(peer.decode("ascii", "replace"))
         deadline = time.monotonic() + of_socket(timeout)
         try:
-            prove = partial(self._prove, initiator=True, deadline=deadline, expect=uid)
+            prove = partial(self._prove, initiator=True, expect=uid)
             sock, key = reach(partial(self._dial, where), prove, deadline)
             try:
                 return self._meet(sock, key, hello, deadline, pool)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from test_strangers import SESAME, patient, raw_socket
@@ -101,6 +102,23 @@ def test_what_fails_at_the_peer_is_not_said_to_have_failed_here(
     monkeypatch.setattr(b, "_receive_setup", fails)
     with pytest.raises(PeerLost, match="the peer"):
         a.connect(b.address, timeout=T)
+
+
+def test_who_is_accepted_and_not_heard_connects_again(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when something takes the GIL there in the middle of a handshake."""
+    b, a, first, over = open_device(kind), open_device(kind), [True], threading.Event()
+    prove = b._prove  # type: ignore[attr-defined]
+
+    def forgets_the_first(*given: Any, **named: Any) -> Any:
+        if first:
+            first.clear()
+            over.wait(T)
+        return prove(*given, **named)
+
+    monkeypatch.setattr(b, "_prove", forgets_the_first)
+    a.connect(b.address, timeout=4.0).notify(1)
+    over.set()
+    b.accept(timeout=T).close()
 
 
 def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None:
