@@ -141,7 +141,7 @@ class Local:
     def keep(self, storage: Any) -> None:
         self.storage = storage
         if storage.nbytes() <= _CONSTANT_BYTES:
-            self.blob = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+            self.blob = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().tobytes()
 
 
 class Capture(TorchDispatchMode):

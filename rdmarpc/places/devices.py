@@ -95,5 +95,5 @@ def _brought(factory: Any, *args: Any, device: Any = None, pin_memory: Any = Non
 def _made(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     place = place_named(device)
     if place is None:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     return make_empty(place, tuple(size), tuple(stride), dtype)

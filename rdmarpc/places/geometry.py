@@ -64,7 +64,7 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
 def over(buffer: Any, offset: int, geometry: Geometry) -> torch.Tensor:
     """A tensor over writable bytes of a buffer, which it keeps: bare numbers at ``offset`` bytes."""
     if (elements := geometry.span) == 0:
-        return torch.empty_strided(geometry.shape, geometry.strides, dtype=geometry.dtype)
+        return torch.empty_strided(geometry.shape, geometry.strides, dtype=geometry.dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=geometry.dtype, count=elements, offset=offset)
     return flat.as_strided(geometry.shape, geometry.strides)
 

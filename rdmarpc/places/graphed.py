@@ -714,7 +714,7 @@ class Program:
 
 
 def _over(storage: Any, offset: int, geometry: Geometry) -> torch.Tensor:
-    found = torch.empty(0, dtype=geometry.dtype)
+    found = torch.empty(0, dtype=geometry.dtype, device="cpu")
     return found.set_(storage, offset // geometry.dtype.itemsize, geometry.shape, geometry.strides)
 
 

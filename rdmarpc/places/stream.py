@@ -523,7 +523,7 @@ class Stream:
             memory = self.channel.empty(nbytes, dtype=torch.uint8)
             descriptor = ring.as_words(self.channel.device.export(memory))
             self.question([ring.FETCH, name, at, number, 0, shift, *descriptor], 4)
-        found = torch.empty(0, dtype=shape.dtype)
+        found = torch.empty(0, dtype=shape.dtype, device="cpu")
         found.set_(
             memory.untyped_storage(), (memory.storage_offset() + shift) // shape.dtype.itemsize, shape.shape, shape.strides
         )

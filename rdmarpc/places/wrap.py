@@ -188,7 +188,7 @@ class WrappedModel(Extension):
                 place = stream_to(successor, tensor._handle.stream.device)
                 tensor.grad = None
                 if place is None:
-                    exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+                    exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"))
                 else:  # also while a graph of an earlier forward has the tensor
                     tensor.data = make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for each in placed.places.values():
@@ -381,7 +381,7 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
     if len(tensors) == 1 or tensors[0].layout is not torch.strided:
         copies: list[Any] = [at_place(tensor.detach(), place) for tensor in tensors]
     else:
-        whole: Any = at_place(torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()), place)
+        whole: Any = at_place(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensors[0].untyped_storage()), place)
         offsets = [int(tensor.storage_offset()) for tensor in tensors]
         copies = [wrapper(whole._handle, meta_of(geometry(t)), at, at) for t, at in zip(tensors, offsets)]
     for tensor, copy in zip(tensors, copies):
