@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tls.handshake import Tls
 
 MAX_HELLO = 64 << 10
+_LATE_S = 1.0  # so much after its deadline an attempt ends only where this process did not run: the peer is not to blame
 _TLS_LINGER_S = 1.0  # for peers to take what is sealed already
 
 
@@ -123,7 +124,8 @@ class ListeningDevice(Device):
                 raise self._closed(where) from None
             late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
             if late or isinstance(error, TimeoutError):
-                status = error.status if isinstance(error, TransferTimeout) else ""
+                we_slept = time.monotonic() > deadline + _LATE_S
+                status = "BUSY" if we_slept else error.status if isinstance(error, TransferTimeout) else ""
                 why = f"the peer did not answer within {timeout} s"
                 raise TransferTimeout(why, peer=where, device=self.name, status=status) from None
             if isinstance(error, ConnectionError):
