@@ -6,7 +6,7 @@ frame that is written and not counted. Once a device is open, a handler therefor
 
 * in code of the user, also where this package has called it,
 * where this package waits: functions that are ``interruptible``, and waits of ``threading``,
-* or ``LIMIT_S`` after its signal, wherever that is.
+* or after ``LIMIT_S`` of that, wherever it is. Time in which this process does not run does not count.
 
 A signal that comes elsewhere is raised again at each instruction until then, so its handler runs as soon as the user's code
 goes on. One that comes more often than every ``_INSIST_S`` (the timer of a sampling profiler) would slow all work down. It is
@@ -71,7 +71,8 @@ class Kept:
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
         self._waiting: list[int] = []  # the signal that is still to be handled; a list of its own for each
-        self._since = 0.0  # when it came
+        self._since = self._looked = 0.0  # when it came; when it was last counted that it waits
+        self._looks = 0
         self._at_once = self._left = 0  # so many times it is raised at once; so many are left
         self._decides = False
 
@@ -96,12 +97,15 @@ class Kept:
     def _due(self, number: int, frame: FrameType | None) -> bool:
         """Whether the handler runs now. If not, its signal will come again."""
         now = time.monotonic()
-        if not _at_work(frame) or (self._waiting and self._since < now - LIMIT_S):
+        if now >= self._looked + _INSIST_S:
+            self._looked, self._looks = now, self._looks + 1
+        if not _at_work(frame) or (self._waiting and self._looks * _INSIST_S >= LIMIT_S):
             self._waiting.clear()  # nobody sends it again from here on
             signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and has Python run the handlers of what has come
             return True
         if not self._waiting:
             often, self._since, self._waiting = now - self._since < _INSIST_S, now, [number]
+            self._looks, self._looked = 0, now
             self._at_once = self._left = _AT_ONCE if often else sys.maxsize
             try:
                 # Not one of ``threading``, which may be what was interrupted.

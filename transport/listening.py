@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tls.handshake import Tls
 
 MAX_HELLO = 64 << 10
+_LATE_S = 1.0  # so much after its deadline an attempt ends only where this process did not run: the peer is not to blame
 _TLS_LINGER_S = 1.0  # for peers to take what is sealed already
 
 
@@ -111,7 +112,7 @@ class ListeningDevice(Device):
         where, uid = self._where(peer.decode("ascii", "replace"))
         deadline = time.monotonic() + of_socket(timeout)
         try:
-            prove = partial(self._prove, initiator=True, deadline=deadline, expect=uid)
+            prove = partial(self._prove, initiator=True, expect=uid)
             sock, key = reach(partial(self._dial, where), prove, deadline)
             try:
                 return self._meet(sock, key, hello, deadline, pool)
@@ -123,7 +124,12 @@ class ListeningDevice(Device):
                 raise self._closed(where) from None
             late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
             if late or isinstance(error, TimeoutError):
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device=self.name) from None
+                we_slept = time.monotonic() > deadline + _LATE_S
+                status = "BUSY" if we_slept else error.status if isinstance(error, TransferTimeout) else ""
+                why = f"the peer did not answer within {timeout} s"
+                raise TransferTimeout(why, peer=where, device=self.name, status=status) from None
+            if isinstance(error, ConnectionError):
+                raise PeerLost(f"the peer broke off the handshake: {error}", peer=where, device=self.name) from None
             if isinstance(error, OSError):
                 raise broken_by(error, "connecting", peer=where, device=self.name) from error
             raise
@@ -186,10 +192,10 @@ class ListeningDevice(Device):
         self._service.drop()
 
     def _shut(self) -> None:
+        self._heart.stop()
         self._service.stop()
         if self._tls is not None:
             self._tls.close(_TLS_LINGER_S)
-        self._heart.stop()
 
 
 def checked(hello: bytes) -> bytes:

@@ -28,6 +28,7 @@ making it."""
 _CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
+_BUSY_S = 60.0
 _HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
 
 
@@ -112,11 +113,10 @@ class Connections:
                 pool.close()
                 raise
             self._connecting.add(number)
-        limit = time.monotonic() + self._patience
         other = self._connect(link, record)
         if other is not None:
             return other
-        channel = link.channel
+        channel, limit = link.channel, time.monotonic() + self._patience
         said = channel.peer_hello if channel.peer_key.hex() == record.key else b""
         if said.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
             self._take_leave(link, record)
@@ -138,9 +138,7 @@ class Connections:
         """Give a new link its channel; or another one, by which the peer has connected to us meanwhile."""
         number = record.number
         try:
-            channel = self._device.connect(
-                record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
-            )
+            channel = self._dial(link, record)
         except (PeerLost, TransferTimeout) as error:
             link.pool.close()
             with self._lock:
@@ -164,6 +162,16 @@ class Connections:
             raise
         link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
         return None
+
+    def _dial(self, link: Link, record: Record) -> Channel:
+        """A worker that hangs up runs, so it has time anew: something may hold the GIL there."""
+        address, hello, limit = record.address.encode(), self._hello() + link.inbox, time.monotonic() + _BUSY_S
+        while True:
+            try:
+                return self._device.connect(address, hello=hello, timeout=self._patience, pool=link.pool)
+            except TransferTimeout as error:
+                if error.status != "BUSY" or time.monotonic() > limit:
+                    raise
 
     def _silent(self, record: Record) -> PeerLost:
         """Note that an attempt to connect took too long, and return its error. Call it with the lock held."""

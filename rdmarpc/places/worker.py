@@ -674,7 +674,7 @@ class Runner:
     def _inline(self, words: list[int], at: int) -> None:
         name, meta, shift, nbytes = words[at : at + 4]
         geometry = self.metas[meta]
-        flat = torch.empty(room(geometry, shift)[0] + 64, dtype=torch.uint8)
+        flat = torch.empty(room(geometry, shift)[0] + 64, dtype=torch.uint8, device="cpu")
         buffer, start = memoryview(flat.numpy()), (shift - flat.data_ptr()) % 64
         buffer[start : start + nbytes] = ring.as_bytes(words, at + 3)
         tensor = over(buffer, start, geometry)  # its storage begins there: views count from it
@@ -873,7 +873,7 @@ def write_strided(
     shape = geometry(tensor)
     flat = tensor.as_strided((shape.span,), (1,))
     if shape.span != shape.numel:  # the gaps belong to others: what they hold must not leave this process
-        flat = torch.zeros(shape.span, dtype=shape.dtype)
+        flat = torch.zeros(shape.span, dtype=shape.dtype, device="cpu")
         flat.as_strided(shape.shape, shape.strides).copy_(tensor)
     flat = flat.view(torch.uint8) if flat.dtype is not torch.uint8 else flat
     channel.memcpy(remote[shift : shift + flat.numel()], flat).wait()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ..errors import GONE, PeerLost, RdmaError
+from ..errors import GONE, PeerLost, RdmaError, TransferTimeout
 from ..sandboxed import REFUSED
 from .ended import nobody
 from .guard import Guard, hint_for
@@ -33,6 +33,7 @@ EXPECTED = (RdmaError, ConnectionError, TimeoutError)
 _LOOK_S = 0.25
 _NO_DESCRIPTOR_S = 0.02
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
+_HALVES_S = 2.9  # half of it is enough for a heart to hang up
 
 
 class Handshakes:
@@ -169,19 +170,25 @@ def dial(where: str, timeout: float, *, device: str) -> socket.socket:
         raise PeerLost(f"{why}: {error}", peer=where, device=device, status=status) from None
 
 
-def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:
+def reach(dial: Callable[[float], socket.socket], prove: Callable[..., Stream], deadline: float) -> Stream:
     """Connect until both ends have proven themselves, and return the stream that ``prove`` returns. ``dial(seconds)`` connects,
-    ``prove(sock)`` does the handshake. If the peer hangs up meanwhile, to make way for others, both are tried again until the
-    ``deadline`` (``time.monotonic``)."""
-    pause = _FIRST_PAUSE_S
+    ``prove(sock, deadline=)`` does the handshake. If the peer hangs up meanwhile, to make way for others or because its Python
+    is held up, both are tried again until the ``deadline`` (``time.monotonic``); then ``TransferTimeout`` has the status
+    ``BUSY``. So they are after half of the time: one that was accepted before Python was held up is not hung up on."""
+    pause, hung_up = _FIRST_PAUSE_S, False
     while True:
-        sock = dial(max(deadline - time.monotonic(), 0.001))
+        left = max(deadline - time.monotonic(), 0.001)
+        sock, limit = dial(left), time.monotonic() + (left / 2 if left > _HALVES_S else left)
         try:
-            return prove(sock)
+            return prove(sock, deadline=limit)
         except BaseException as error:
             sock.close()
-            again = isinstance(error, PeerLost) and error.status not in GONE
-            if not again or time.monotonic() + pause > deadline:
+            again = isinstance(error, (ConnectionError, PeerLost, TransferTimeout)) and getattr(error, "status", "") not in GONE
+            late = time.monotonic() + pause > deadline
+            if late and hung_up and again:
+                raise TransferTimeout("the peer hangs up again and again", status="BUSY") from None
+            if late or not again:
                 raise
+        hung_up = hung_up or time.monotonic() < limit
         time.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE_S)

@@ -4,7 +4,9 @@ Each device has a thread that beats in a kernel without the GIL, so only a proce
 
 * for peers of this host it advances a word that they have mapped;
 * into each stream it sends an empty frame at least every quarter of the peer's ``peer_timeout``, or, when a frame is half
-  sent, more of that frame (``pulse``).
+  sent, more of that frame (``pulse``);
+* from connections that wait for Python to accept them it hangs up, every second: so those who connect for the first time see
+  that somebody runs (``reach``).
 
 The device's own thread looks for these signs and adds up a peer's *silence*: each look adds the time since the look before, but
 never more than one interval. So a process that was stopped itself, or could not look for long, does not take its peers for
@@ -13,6 +15,8 @@ lost when it goes on: it takes as many looks in a row as make up ``peer_timeout`
 
 from __future__ import annotations
 
+import os
+import struct
 import threading
 import time
 from functools import partial
@@ -23,19 +27,33 @@ from ..errors import GIVEN_UP, PeerLost, RdmaError
 from ..words import kernels
 from ..words.atomics import FUTEX_WAIT, fetch_add, futex, load_acquire, now
 from ..words.compiled import compiled
-from ..words.symbols import i64
+from ..words.symbols import CFunction, i32, i64
 from .pulse import ROW_WORDS, Pulse, beat
 
 TICK_NS = 250_000_000
 MIN_TIMEOUT_S = 1.0
 _LEAST_S, _MOST_S = 0.25, 2.5
 MAX_PULSES = 4096
+_POLLIN = 1
+_LATE, _BACKLOG = 4, 128  # ticks in a row in which a connection waits to be accepted; how many may
+
+_poll = CFunction("poll", i32(i64, i64, i32))
+_accept = CFunction("accept", i32(i32, i64, i64))
+_close = CFunction("close", i32(i32))
 
 
-@compiled(i64(i64, i64, i64, i64, i64, i64, i64))
-def run(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, tick_ns: int) -> int:
-    """Beat until ``stop`` is not 0. ``rows``: address of the number of pulses in ``table``; ``frame``: what a beat is."""
+@compiled(i64(i64, i64, i64, i64, i64, i64, i64, i64))
+def run(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, tick_ns: int, listener: int) -> int:
+    """Beat until ``stop`` is not 0. ``rows``: address of the number of pulses in ``table``; ``frame``: what a beat is;
+    ``listener``: address of a ``struct pollfd``."""
+    late = 0
     while load_acquire(stop) == 0:
+        late = late + 1 if _poll(listener, 1, i32(0)) > 0 else 0
+        for _ in range(_BACKLOG if late >= _LATE else 0):
+            came = _accept(i32(load_acquire(listener)), 0, 0)
+            if came < 0:
+                break
+            _close(came)
         fetch_add(word, 1)
         time_now = now()
         for number in range(load_acquire(rows)):
@@ -53,13 +71,17 @@ def often(patience: float) -> float:
 
 class Heart:
     """The beating thread of a device. ``word``: address of the word that peers of this host watch, alive until ``stop``.
-    ``frame``: what goes into a stream as a beat. ``tick_ns``: how often it looks what is due."""
+    ``frame``: what goes into a stream as a beat. ``tick_ns``: how often it looks what is due. ``listener``: the number of one
+    that is open until ``stop``."""
 
-    def __init__(self, word: int = 0, frame: bytes = b"", tick_ns: int = TICK_NS) -> None:
+    def __init__(self, word: int = 0, frame: bytes = b"", tick_ns: int = TICK_NS, listener: int = -1) -> None:
         self._tick_ns = tick_ns
         self._frame = np.frombuffer(bytearray(frame or b"\0"), np.uint8)
-        self._words = np.zeros(3, np.int64)  # stop, rows, a word that nobody watches
-        self._stop, self._rows, spare = (self._words.ctypes.data + 8 * at for at in range(3))
+        if listener >= 0:
+            os.set_blocking(listener, False)  # Python may be faster
+        poll = int.from_bytes(struct.pack("<ihh", listener, _POLLIN, 0), "little")
+        self._words = np.array([0, 0, 0, poll], np.uint64)  # stop, rows, a word that nobody watches, the listener
+        self._stop, self._rows, spare, self._listener = (self._words.ctypes.data + 8 * at for at in range(4))
         self._word = word or spare
         self._table = np.zeros((MAX_PULSES if frame else 1, ROW_WORDS), np.int64)
         self._unused: list[int] = []
@@ -69,7 +91,7 @@ class Heart:
 
     def _run(self) -> None:
         table, frame = self._table.ctypes.data, self._frame.ctypes.data
-        run(self._word, self._stop, table, self._rows, frame, len(self._frame), self._tick_ns)
+        run(self._word, self._stop, table, self._rows, frame, len(self._frame), self._tick_ns, self._listener)
 
     def pulse(self, fd: int, every: float) -> Pulse:
         """A pulse for a stream. ``every``: seconds."""

@@ -117,6 +117,7 @@ class Service:
         for sock, channel in list(self._watched.values()):
             closed = PeerLost("the device was closed", peer=channel.peer)
             self._attend(sock, "ending a channel", self._device.lost, channel, closed)
+        self.handshakes.hang_up()  # on those that came meanwhile; their threads close them
         self.drop()
         self._device = None
 

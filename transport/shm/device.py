@@ -81,13 +81,13 @@ class ShmDevice(ListeningDevice):
         self._probe = np.ones(1, np.int64)
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
-            self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
-            undo.callback(self._heart.stop)
             with naming("Unix sockets (socket with AF_UNIX)", device=self.kind, hint=_USE_TCP):
                 listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind(f"\0rdmarpc-{self.uid:016x}")
                 listener.listen(128)
             credentials(listener)
+            self._heart = Heart(self.bells, listener=listener.fileno())  # bell 0 is no bell: its line is the heartbeat
+            undo.callback(self._heart.stop)
             self._attach()
             self._service = Service(self, listener)
             self._service.start()

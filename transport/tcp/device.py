@@ -51,7 +51,7 @@ class TcpDevice(ListeningDevice):
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
             listener = undo.enter_context(self._listen(place))
-            self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
+            self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0), listener=listener.fileno())
             undo.callback(self._heart.stop)
             self._service = Service(self, listener)
             self.memory.attach(self)

@@ -93,7 +93,7 @@ class VerbsDevice(ListeningDevice):
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
             shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
             self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
-            self._heart = Heart(frame=MESSAGE.pack(*Message(control.BEAT)))
+            self._heart = Heart(frame=MESSAGE.pack(*Message(control.BEAT)), listener=listener.fileno())
             undo.callback(self._heart.stop)
             self.watch.start()
             undo.callback(self.watch.stop)

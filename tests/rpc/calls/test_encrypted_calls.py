@@ -62,9 +62,11 @@ def hold_the_gil(seconds: float) -> str:
 
 def is_not_lost_while_it_holds_the_gil(rank: int) -> str:
     if rank == 1:
+        hold_the_gil(5 * TIMEOUT)  # also before anybody has connected
         until_dismissed()
         rpc.shutdown()
         return ""
+    time.sleep(0.5)
     assert rpc.rpc_sync("worker1", hold_the_gil, (3 * TIMEOUT,)) == "held"
     hold_the_gil(3 * TIMEOUT)
     answer = rpc.rpc_sync("worker1", str, ("still there",))

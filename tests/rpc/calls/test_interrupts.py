@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import pytest
@@ -243,3 +244,14 @@ def test_what_is_called_in_the_midst_of_work(of, works):
 
 def test_a_timer_that_samples_the_program_changes_nothing():
     results(run_group(sampled))
+
+
+def test_a_process_that_did_not_run_for_long_is_not_interrupted_in_the_midst_of_work(monkeypatch):
+    """It was stopped, or the machine had no processor for it: that is no reason not to wait for the end of the work."""
+    clock, done, seen = [0.0], [], []
+    monkeypatch.setattr(kept_handlers, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    before = signal.signal(signal.SIGALRM, kept_handlers.Kept(lambda *_: seen.append(len(done))))
+    known = {"__name__": "rdmarpc.calls.made_up", "come": signal.raise_signal, "clock": clock, "done": done}
+    exec("def work():\n come(14)\n clock[0] += 5\n for _ in range(20): done.append(1)\nwork()", known)
+    signal.signal(signal.SIGALRM, before)
+    assert seen == [20]

@@ -156,6 +156,32 @@ def test_a_busy_worker_is_not_given_up():
         results(outcomes)
 
 
+def first_contact(meeting):
+    meeting.join(world_size=3)
+    if meeting.rank == 0:
+        meeting.hear("held")
+        pid = int(meeting.said("pid"))
+        halt(pid)
+        answer = rpc.rpc_async("worker1", identity, (1,))
+        with pytest.raises(rpc.PeerLost, match="worker2 cannot be reached: no answer within 4 s: stopped"):
+            rpc.rpc_sync("worker2", identity, (1,))
+        assert answer.wait() == 1
+        os.kill(pid, signal.SIGCONT)
+        meeting.say("over")
+    elif meeting.rank == 1:
+        meeting.say("held")
+        hold_the_gil(15.0)
+    else:
+        meeting.say("pid", str(os.getpid()))
+    meeting.hear("over")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_busy_worker_that_nobody_has_connected_to_is_told_from_a_stopped_one():
+    for outcomes in on_every_device(first_contact, 3, dynamic=True, peer_timeout=TIMEOUT).values():
+        results(outcomes)
+
+
 def all_stopped(rank):
     """The whole group freezes, as with a laptop's lid or Ctrl-Z: nobody is to blame."""
     if rank == 0:

@@ -328,6 +328,15 @@ def flags() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert (there / 3).dtype is torch.float32
+    large = torch.arange(20000.0)
+    lies = large.to(place)
+    torch.set_default_device("meta")  # as "cuda" in many programs: what lies at a worker comes home all the same
+    try:
+        copies = there.cpu(), lies.cpu(), lies[5:].cpu(), there.tolist(), float(lies.numpy()[7])
+    finally:
+        torch.set_default_device(None)
+    assert copies[0].tolist() == [1, 2] == copies[3] and torch.equal(copies[1], large) and copies[4] == 7.0
+    assert torch.equal(copies[2], large[5:])
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(RuntimeError, match="deterministic"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from test_strangers import SESAME, patient, raw_socket
@@ -89,6 +92,56 @@ def test_a_worker_that_has_proven_itself_may_be_slow(kind: str, open_device: Ope
     b, a = open_device(kind), open_device(kind)
     a.connect(b.address, timeout=T).notify(1)
     b.accept(timeout=T).close()
+
+
+def test_what_fails_at_the_peer_is_not_said_to_have_failed_here(
+    kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> None:
+        raise OSError(27, "File too large")
+
+    b, a = open_device(kind), open_device(kind)
+    monkeypatch.setattr(b, "_receive_setup", fails)
+    with pytest.raises(PeerLost, match=r"the peer (?!.*failed here)|the connection broke"):
+        a.connect(b.address, timeout=T)
+
+
+def test_who_is_accepted_and_not_heard_connects_again(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when something takes the GIL there in the middle of a handshake."""
+    b, a, first, over = open_device(kind), open_device(kind), [True], threading.Event()
+    prove = b._prove  # type: ignore[attr-defined]
+
+    def forgets_the_first(*given: Any, **named: Any) -> Any:
+        if first:
+            first.clear()
+            over.wait(T)
+        return prove(*given, **named)
+
+    monkeypatch.setattr(b, "_prove", forgets_the_first)
+    a.connect(b.address, timeout=4.0).notify(1)
+    over.set()
+    b.accept(timeout=T).close()
+
+
+def test_time_in_which_this_process_did_not_run_is_not_the_peers(
+    kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, a, over = open_device(kind), open_device(kind), threading.Event()
+
+    def is_silent(*given: Any, **named: Any) -> Any:
+        over.wait(T)
+        raise PeerLost("it was silent")
+
+    monkeypatch.setattr(b, "_prove", is_silent)
+    with ThreadPoolExecutor() as pool, pytest.raises(TransferTimeout) as raised:
+        connected = pool.submit(a.connect, b.address, timeout=1.0)
+        time.sleep(0.3)
+        ctypes.PyDLL(None).usleep(3_000_000)
+        try:
+            connected.result(T)
+        finally:
+            over.set()
+    assert raised.value.status == "BUSY"
 
 
 def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None:
