@@ -135,8 +135,9 @@ def _of_script(script: Any) -> list[Any]:
         modules = torch.jit._recursive.wrap_cpp_module(script).modules()
         found = [each._c.getattr(name) for each in modules for name in each._concrete_type.get_attributes()]
         codes = [script._get_method(name) for name in script._method_names()]
-    constants = [node for code in codes for node in code.inlined_graph.findAllNodes("prim::Constant")]
-    return tree_leaves([*found, *(node.output().toIValue() for node in constants)])
+    graphs = [code.inlined_graph for code in codes]  # nodes do not keep them
+    constants = [node.output().toIValue() for graph in graphs for node in graph.findAllNodes("prim::Constant")]
+    return tree_leaves([*found, *constants])
 
 
 def _on_the_cpu(torchs: Callable[..., None]) -> Callable[..., None]:
