@@ -1,7 +1,9 @@
-"""Flags of torch that change what operators compute: the caller's hold at workers, too. They are told when they change."""
+"""Flags of torch that change what operators compute: the caller's hold at workers, too. They are told when they change; what a
+few operators alone ask for, with those."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +29,7 @@ _TINY, _ONE = 5e-324, 1.0
 def flags() -> tuple[Any, ...]:
     """Flags of torch, and of this thread, that change what operators compute on a CPU."""
     tiny = _TINY * _ONE == 0.0
-    precisions = _precision("mkldnn", "matmul"), _precision("mkldnn", "conv"), _precision("mkldnn", "rnn")
-    return (_deterministic(), _warns(), _mkldnn(), *precisions, _threads(), tiny, inside.dtype, _dtype())
+    return (_deterministic(), _warns(), _mkldnn(), _precision("mkldnn", "matmul"), _threads(), tiny, inside.dtype, _dtype())
 
 
 def flags_of_gpus() -> tuple[Any, ...]:
@@ -39,15 +40,13 @@ def flags_of_gpus() -> tuple[Any, ...]:
 
 def set_flags(told: tuple[Any, ...], device: str) -> None:
     """Set them, in the thread that runs operations, whose device is of this type."""
-    *gpu, deterministic, warns, mkldnn, matmul, conv, rnn, threads, flushes, autocast, dtype = told
+    *gpu, deterministic, warns, mkldnn, matmul, threads, flushes, autocast, dtype = told
     torch.set_autocast_enabled(device, autocast is not None)
     if autocast is not None:
         torch.set_autocast_dtype(device, decode(autocast))
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch.set_float32_matmul_precision(_OLD_NAMES[matmul])  # sets what the older functions tell a worker's own programs, too
-    _set_precision("mkldnn", "conv", conv)
-    _set_precision("mkldnn", "rnn", rnn)
     if gpu:
         *values, order, matmul, conv, rnn = gpu
         for setter, value in zip(_SETTERS, values):
@@ -58,3 +57,20 @@ def set_flags(told: tuple[Any, ...], device: str) -> None:
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushes)
     torch.set_default_dtype(decode(dtype))
+
+
+def precisions() -> tuple[str, str]:
+    """Of convolutions and recurrent layers on a CPU."""
+    return _precision("mkldnn", "conv"), _precision("mkldnn", "rnn")
+
+
+def at_precisions(func: Callable[..., Any], told: tuple[str, str]) -> Callable[..., Any]:
+    """The operator, under these."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if precisions() != told:
+            _set_precision("mkldnn", "conv", told[0])
+            _set_precision("mkldnn", "rnn", told[1])
+        return func(*args, **kwargs)
+
+    return run

@@ -117,6 +117,8 @@ class Operator:
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
         self.identity = bare in _IDENTITY
+        self.precise = "conv" in bare or "rnn" in bare
+        """Whether it asks for precisions of its own (``flags.precisions``)."""
         placing = any(argument.name == "device" for argument in arguments)
         otherwise = self.refused or self.in_python or self.composite
         self.plain_view = self.view and not otherwise

@@ -28,10 +28,11 @@ import torch
 from ..base import forked, here
 from ..base.worker_info import WorkerInfo
 from ..calls import agent as _agent
-from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
-from .flags import flags, flags_of_gpus
+from .flags import flags, flags_of_gpus, precisions
 from .geometry import Geometry, bare, dressed, geometry, room
+from .operators import Operator
 from .plain import dump, encode, load_error, loads
 from .worker import ENDED, HEAD_BYTES, REPLY_BYTES, Derived, Landing, raw
 
@@ -79,7 +80,11 @@ _metas: dict[Geometry, Meta] = {}
 
 def meta_of(geometry: Geometry) -> Meta:
     found = _metas.get(geometry)
-    return found if found is not None else _metas.setdefault(geometry, Meta(geometry, len(_metas)))
+    if found is not None:
+        return found
+    if torch._C._is_tracing():  # sizes are traced tensors then, which workers would be told
+        raise NotSupported("torch.jit.trace cannot follow this operation at a worker", hint="trace a copy that lies here")
+    return _metas.setdefault(geometry, Meta(geometry, len(_metas)))
 
 
 class Mirror:
@@ -363,9 +368,9 @@ class Stream:
         self.post([ring.FORGET])
         self.known.clear()
 
-    def tell_signature(self, name: str, takes: list[Any], keywords: list[Any]) -> int:
+    def tell_signature(self, op: Operator, takes: list[Any], keywords: list[Any]) -> int:
         number = next(self.numbers)
-        told = name, takes, keywords, torch.is_grad_enabled()
+        told = op.name, takes, keywords, torch.is_grad_enabled(), precisions() if op.precise else None
         self.post([ring.SIGNATURE, number, *ring.as_words(dump(told))])
         return number
 

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 from ..base import elsewhere
 from ..transport import NotSupported
 from . import autocast, observing, ring
+from .flags import precisions
 from .geometry import Geometry, geometry
 from .geometry import view as view_of
 from .names import DEVICE, place_named
@@ -50,7 +51,7 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
-_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_modes = torch._C._len_torch_dispatch_stack
 _bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
@@ -82,8 +83,6 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1 and not any(each.__name__ == "FakeTensor" for each in types):  # those would know no answer
             return NotImplemented
-        if _tracing():  # Python would read traced tensors as shapes, and tell them to workers
-            raise NotSupported(f"torch.jit.trace cannot follow {func} at a worker", hint="trace a copy that lies here")
         return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property
@@ -682,7 +681,7 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: Any) -> tuple[list[Any], list[int], Any]:
     """The form of a call; the words of a post of it, of which three are not known yet; the place of its tensors (``_scan``)."""
-    form: list[Any] = [op]
+    form: list[Any] = [op, precisions()] if op.precise else [op]
     words: list[int] = [0, 0, 0]
     for value, number in zip(args, op.numbers):
         if type(value) is RemoteTensor:  # as ``_scan``, for most operands without that call
@@ -812,7 +811,7 @@ def _ask(
             return _mixed(op, args, kwargs, tensors, here=True)
         if len(place.known) >= _FORMS:
             place.forget_forms()
-        known = Known(place.tell_signature(op.name, takes, keywords), _ASKED)
+        known = Known(place.tell_signature(op, takes, keywords), _ASKED)
     base = next(names) << 20
     known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
     place.known[form] = known

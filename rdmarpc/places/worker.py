@@ -8,7 +8,7 @@ OPERATION   signature, first new name, operands and numbers as the signature say
 ASK         as OPERATION; what came out is answered
 FREE        names
 META        number, length, geometry as text
-SIGNATURE   number, length, signature as text: operator, operands, the caller's grad mode
+SIGNATURE   number, length, signature as text: operator, operands, the caller's grad mode and precisions
 INLINE      new name, meta, first element's address modulo 64, length, bytes: a small tensor of the caller's
 LAND        new name, meta, region, offset, shift: what has been written there
 SEND        name, at, meta, region, offset, shift: write it there and tell whose region that is
@@ -46,7 +46,7 @@ import torch
 from ..calls.agent import Agent
 from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
-from .flags import set_flags
+from .flags import at_precisions, set_flags
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
 from .gpus import at_device
 from .operators import RESIZED, operator
@@ -96,10 +96,12 @@ class Signature:
     __slots__ = ("expected", "func", "grad", "identity", "in_arena", "keywords", "name", "takes", "writes")
 
     def __init__(self, told: tuple[Any, ...], device: torch.device) -> None:
-        self.name, takes, keywords, self.grad = told
+        self.name, takes, keywords, self.grad, precisions = told
         overload = _overload(self.name)
         rules = operator(overload)
         self.func, self.writes = at_device(overload, device), bool(rules.written)
+        if precisions is not None:
+            self.func = at_precisions(self.func, precisions)
         self.takes = [_taken(each, device) for each in takes]
         self.keywords = [(key, _taken(each, device)) for key, each in keywords]
         self.identity = rules.identity or any(kind == "w" for _, (kind, _) in self.keywords)

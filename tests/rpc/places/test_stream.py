@@ -344,6 +344,15 @@ def flags() -> None:
             torch.ones(4, device=place).put_(torch.tensor([0], device=place), torch.tensor([1.0], device=place))
     finally:
         torch.use_deterministic_algorithms(False)
+    image, kernel = (torch.ones(1, 1, size, size, device=place) for size in (4, 3))
+    for precision in ("bf16", "none"):
+        torch.backends.mkldnn.conv.fp32_precision = precision
+        F.conv2d(image, kernel).sum().item()
+        assert rpc.rpc_sync("worker1", precision_of_convolutions) == precision
+
+
+def precision_of_convolutions() -> str:
+    return torch.backends.mkldnn.conv.fp32_precision
 
 
 def test_flags_of_the_caller_hold_there(group):
