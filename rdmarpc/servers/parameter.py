@@ -30,6 +30,7 @@ class ServedParameter(nn.Parameter):
     """Made from an ordinary parameter by ``Watch``, and made one again at its end. A copy is an ordinary one."""
 
     _watch: Watch
+    __module__ = "torch.nn.parameter"  # by this opt_einsum and others choose what they call
 
     @property
     def data(self) -> torch.Tensor:
@@ -60,6 +61,9 @@ class ServedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter, (self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+
+
+nn.parameter.ServedParameter = ServedParameter  # type: ignore[attr-defined]  # where torch.compile looks for it then
 
 
 def _waiting(cls: Any, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +105,8 @@ class Watch:
         _watches.add(self)
 
     def _kind(self, base: type) -> type:
-        return type(f"Served{base.__name__}", (ServedParameter, base), {"_watch": self, "__module__": base.__module__})
+        names = {"_watch": self, "__module__": ServedParameter.__module__}
+        return type(ServedParameter.__name__, (ServedParameter, base), names)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._names[self._position[id(parameter)]]

@@ -155,6 +155,7 @@ def as_the_original(rank: int) -> None:
     model.training = False
     twin.training = False
     assert torch.equal(model(x), twin(x))
+    assert torch.equal(torch.compile(model, backend="eager")(x), twin(x))
     model.close()
 
 
