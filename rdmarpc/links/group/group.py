@@ -43,8 +43,7 @@ class Group:
     """A static group, complete before the first call, or (no ``world_size``) a dynamic one. Thread-safe after ``enter``."""
 
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-        self._options = options
-        self._open = partial(self._open_as, name, rank, world_size)
+        self._options, self._wanted = options, (name, rank, world_size)
         self._open()
         self._registry = None if self._meeting else Registry(self._store, options.rpc_timeout)
         self.dynamic = self._registry is not None
@@ -54,10 +53,10 @@ class Group:
         self.lost: Container[int] = ()
         """The numbers of workers to which the connection ended. Other workers may have their names and ranks by now."""
 
-    def _open_as(self, name: str, rank: int, world_size: int | None) -> None:
+    def _open(self) -> None:
         """See ``open_store``; and the meeting there, of a static group. A store that ends as we come is that of the life
         before, which rank 0 ends last: then the next one is waited for."""
-        options = self._options
+        options, (name, rank, world_size) = self._options, self._wanted
         deadline = time.monotonic() + (options.rpc_timeout or FOR_EVER_S)
         while True:
             try:

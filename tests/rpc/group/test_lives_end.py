@@ -42,7 +42,9 @@ def lives(meeting):
         tensor = torch.rand(1 << 20)
         for _ in range(30):
             rpc.rpc_sync("alone", torch.add, (tensor, 1))
+        group = weakref.ref(agent.current().group)
         rpc.shutdown()
+        eventually(lambda group=group: group() is None)  # it has the store's connection
         if life == 7:  # no more than after the fourth
             eventually(lambda: all(now <= then for now, then in zip(left(), seen[3], strict=False)))
         seen.append((*left(), resident_mib()))
