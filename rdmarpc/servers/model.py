@@ -83,12 +83,12 @@ def serve(
 
 
 def _check(agent: Agent, servers: Sequence[str], workers: list[str], staging: str) -> None:
+    if isinstance(servers, str) or not isinstance(servers, Sequence) or not servers or len(set(servers)) < len(servers):
+        raise ValueError(f"servers={servers!r} must be a list of names, each once")
     known = agent.worker_names()
     for worker in (*servers, *workers):
         if worker not in known:
             raise ValueError(f"{worker!r} is not in this group; its workers are " + ", ".join(map(repr, known)))
-    if not servers or isinstance(servers, str) or len(set(servers)) < len(servers):
-        raise ValueError(f"servers={servers!r} must be a list of names, each once")
     if agent.name not in workers or len(set(workers)) < len(workers):
         raise ValueError(f"workers={workers!r} must have {agent.name!r}, and each name once")
     if both := set(servers) & set(workers):

@@ -437,6 +437,8 @@ def refusals(rank: int) -> None:
     net = linear()
     refused("worker9", net, ["worker9"])
     refused("each once", net, ["worker1", "worker1"])
+    refused("must be a list of names", net, "worker1")
+    refused("must be a list of names", net, torch.optim.SGD, ["worker1"])
     refused("workers and servers", net, ["worker0"], kind=rpc.NotSupported)
     refused("must have 'worker0'", net, ["worker1"], workers=["worker1"])
     refused("no server for 'bias'", net, ["worker1"], placement={"weight": "worker1"})
