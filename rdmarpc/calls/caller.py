@@ -84,8 +84,8 @@ _Pickled = tuple[int, bytes, bytes | str, bytes, int, Sequence[torch.Tensor], li
 payload; flags; tensors beside the payload, and those that require grad and travel in it; with ``LONE``: table and data."""
 
 
-def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
-    """Raises what pickling raises."""
+def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int, waits: bool) -> _Pickled:
+    """Raises what pickling raises. ``waits``: see ``serialize.dumps``."""
     label: bytes | str
     if function is deliver:
         kind, label, (name, args) = GRADIENTS, _GRADIENTS, args
@@ -106,7 +106,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not name:
         if isinstance(function, torch.jit.ScriptFunction):
             script.check(function, args)
-        payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts)
+        payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts, waits=waits)
     elif kind == GRADIENTS:
         payload, tensors = b"", serialize.flat(args)
         if tensors is None:
@@ -117,7 +117,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         payload = serialize.dump_flat(args)
         flags |= FLAT | REFERENCE
     else:
-        payload, tensors = serialize.dumps((args, kwargs or {}), to, _CALL[1:], parts)
+        payload, tensors = serialize.dumps((args, kwargs or {}), to, _CALL[1:], parts, waits=waits)
         flags |= REFERENCE
     return kind, name, label, payload, flags, tensors, parts, None
 
@@ -212,7 +212,9 @@ class Caller:
         deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
         if context is not None:
             args, kwargs = unbound((args, kwargs))
-        kind, name, label, payload, flags, tensors, parts, lone = _pickle(link.worker, function, args, kwargs, flags)
+        kind, name, label, payload, flags, tensors, parts, lone = _pickle(
+            link.worker, function, args, kwargs, flags, waits=not (future or flags & REMOTE)
+        )
         call = next(self._calls)
         pending = Pending(self, link, call, timeout)
         now = time.monotonic()

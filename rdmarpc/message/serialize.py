@@ -2,8 +2,8 @@
 
 A dense tensor leaves the pickle as an index into the message's tensor list; what travels of it is described by ``tensors``.
 So do the dense parts of other tensors and storages (``reducers``), and large buffers of other objects that offer them
-(``pickle.PickleBuffer``: arrays of numpy). Everything else is ordinary pickle. Functions travel by reference, unless
-``use_cloudpickle`` was called.
+(``pickle.PickleBuffer``: arrays of numpy), copied where the program may change them before they have been read. Everything
+else is ordinary pickle. Functions travel by reference, unless ``use_cloudpickle`` was called.
 
 References (``rdmarpc/references``) leave the pickle in the same way: their forks stand in a table before it, so that the
 receiver can take them without unpickling anything.
@@ -132,20 +132,21 @@ def _fails(value: Any) -> bool:
         return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
 
     try:
-        _pickler(io.BytesIO(), reduce, partial(_in_band, [])).dump(value)
+        _pickler(io.BytesIO(), reduce, partial(_in_band, [], False)).dump(value)
     except Exception:
         return True
     return False
 
 
-def _in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
-    """Take a large buffer out of the pickle (``False``); see ``pickle.Pickler``: ``buffer_callback``."""
+def _in_band(buffers: list[torch.Tensor], copied: bool, buffer: pickle.PickleBuffer) -> bool:
+    """Take a large buffer, or a copy, out of the pickle (``False``); see ``pickle.Pickler``: ``buffer_callback``."""
     view = buffer.raw()
     if view.nbytes < _BUFFER_BYTES:
         return True
-    # By address: torch makes no tensor of read-only memory without a warning. It is only read from.
-    memory = (ctypes.c_char * view.nbytes).from_address(np.frombuffer(view, np.uint8).ctypes.data)
-    memory.owner = view  # type: ignore[attr-defined]
+    memory: Any = bytearray(view) if copied else None
+    if memory is None:  # by address: torch makes no tensor of read-only memory without a warning; it is only read from
+        memory = (ctypes.c_char * view.nbytes).from_address(np.frombuffer(view, np.uint8).ctypes.data)
+        memory.owner = view
     buffers.append(torch.frombuffer(memory, dtype=torch.uint8))
     return False
 
@@ -171,18 +172,20 @@ def dumps(
     parts: list[torch.Tensor] | None = None,
     *,
     reply: bool = False,
+    waits: bool = False,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
-    in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that require grad and
-    travel in parts. ``reply``: it is an answer, for which other device maps count.
+        in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that require grad and
+        travel in parts. ``reply``: it is an answer, for which other device maps count. ``waits``: the program goes on
+    only when all has been read, so large buffers are not copied.
 
-    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
-    memory that it lends (``undo``)."""
+        If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
+        memory that it lends (``undo``)."""
     file = io.BytesIO()
     message = Message(to, reply)
     lent = b""
     try:
-        _pickler(file, message.reduce, partial(_in_band, message.buffers)).dump(value)
+        _pickler(file, message.reduce, partial(_in_band, message.buffers, not waits)).dump(value)
         if message.parcel is not None and message.parcel.tensors:
             assert gpu.current is not None
             lent = gpu.current.pack(message.parcel)

@@ -318,6 +318,14 @@ def sum_of_held(size):
 def copies_everywhere(rank):
     if rank == 0:
         for to in ("worker1", "worker0"):
+            for size in (5_000, 70_000, 3_000_000):
+                for start in (rpc.rpc_async, rpc.remote):
+                    for number in range(3):  # READ, then WRITTEN
+                        array = np.full(size, number)
+                        going = start(to, identity, ([array],))
+                        array[:] = -1
+                        got = going.wait() if start is rpc.rpc_async else going.to_here()
+                        assert (got[0] == number).all()
             for size in (5, 5000, 200_000):
                 mine = torch.ones(size)
                 for _ in range(3):  # inline or READ, then WRITTEN
