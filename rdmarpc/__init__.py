@@ -132,6 +132,9 @@ if "torch" in sys.modules:
             if not _HOME[_name].startswith(_LATE):
                 __getattr__(_name)
     finally:
+        if _collects and not gc.get_freeze_count():
+            gc.freeze()  # with the next line: what has been made is old now, so the next collection does not walk it
+            gc.unfreeze()
         if _collects:
             gc.enable()
 _register_backend()
