@@ -121,7 +121,8 @@ class RemoteTensor(torch.Tensor):
             text = repr(at_place(self.detach(), None).requires_grad_(self.requires_grad and self.is_leaf))
         if self.grad_fn is not None:
             text = text[:-1] + f", grad_fn=<{type(self.grad_fn).__name__}>)"
-        return f"{text[:-1]}, place={self.place!r})"
+        head = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
+        return f"{head}{text[:-1]}, place={self.place!r})"
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:

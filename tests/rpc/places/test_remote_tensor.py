@@ -187,6 +187,8 @@ def numbers() -> None:
     with pytest.raises(RuntimeError, match="requires grad"):
         there(plain.requires_grad_()).numpy()
     assert f"{x.sum():.2f}" == "10.50" and W1 in repr(x) and "1.5" in str(x)
+    weight = repr(nn.Parameter(x))
+    assert weight.startswith("Parameter containing:\ntensor([[") and "requires_grad=True" in weight and W1 in weight
     assert complex(there(torch.tensor(1 + 2j))) == 1 + 2j
     with pytest.raises(RuntimeError):
         bool(x)
