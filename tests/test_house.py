@@ -18,7 +18,6 @@ ORDER = {
     "transport": [
         ["words"],
         ["errors.py", "interrupts.py", "region.py", "timeouts.py"],
-        ["sandboxed.py"],
         ["peers"],
         ["memory"],
         ["tls"],

@@ -38,8 +38,7 @@ from .errors import (
 from .gpu import driver as cuda_driver
 from .kinds import kinds, open_device
 from .notify import Expectation, Poller
-from .peers.auth import check_secret
-from .peers.user_secret import read_private, user_secret
+from .peers.auth import check_secret, read_private, user_secret
 from .region import Region, RemoteRegion
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
@@ -55,10 +54,8 @@ from .interrupts import interruptible
 from .memory.arena import PINNED_SEGMENT_BYTES, RINGS, SEGMENT_BYTES, SLOTS, Arena, Block, Pool, default_limit, size_class
 from .nic import sysfs
 from .peers.address import where_to_listen
-from .peers.ended import nobody
-from .peers.guard import Guard, broken_by, have_standard_streams, hint_for, need_descriptors
+from .peers.guard import Guard, broken_by, have_standard_streams, hint_for, need_descriptors, nobody, processors
 from .region import as_tensor
-from .sandboxed import processors
 from .shm.channel import runs as process_runs
 
 # isort: split

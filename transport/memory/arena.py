@@ -25,7 +25,7 @@ from math import prod
 import torch
 
 from ..errors import ArenaFull, RdmaError
-from ..sandboxed import REFUSED
+from ..peers.guard import REFUSED
 from . import children
 
 ALIGN = 64

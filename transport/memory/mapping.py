@@ -18,7 +18,7 @@ import os
 import numpy as np
 
 from ..errors import NotSupported, PeerLost, RdmaError, RemoteAccessError
-from ..sandboxed import REFUSED, naming
+from ..peers.guard import REFUSED, naming
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC, _ALLOW_SEALING = 1, 2

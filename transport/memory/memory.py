@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArenaFull, RdmaError
+from ..peers.auth import Identity, uid_of
 from ..peers.guard import hint_for
-from ..peers.identity import Identity, uid_of
 from ..region import Region, local_bytes
 from ..words.signals import BELL_BYTES, BELLS
 from .arena import READ, Arena, Pool, Segment

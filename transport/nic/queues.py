@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import NotSupported, RdmaError
 from ..notify import wait_done
-from ..sandboxed import naming
+from ..peers.guard import naming
 from ..words import completions, kernels
 from ..words import layout as at
 from .attributes import DeviceAttr

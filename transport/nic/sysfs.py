@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 
 from ..peers.address import interface_address
-from ..sandboxed import processors
+from ..peers.guard import processors
 from .attributes import Gid
 
 ROOT = "/sys/class/infiniband"

@@ -3,18 +3,25 @@
 A loop catches each error where it still knows what the error concerns (one peer, one call), ends just that, and leaves the
 telling to its ``Guard``. No thread of the package may end because something raised
 (``tests/transport/contract/test_threads.py``).
+
+What the system has too little of, and what a sandbox may forbid beyond POSIX, has another way here, or an error that names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import resource
 import threading
+from collections.abc import Iterator
 
-from ..errors import PeerLost, RdmaError
+from ..errors import NotSupported, PeerLost, RdmaError
 
+REFUSED = errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT
+"""The errors by which sandboxes and old systems refuse a system call."""
+_HINT = "a sandbox (seccomp, systemd, SELinux) forbids it: allow it there"
 _log = logging.getLogger("rdmarpc")
 _KINDS = 1000
 """So many kinds are counted one by one, all further ones as one."""
@@ -45,6 +52,25 @@ class Guard:
             _log.error("%s: %s failed; it goes on", self._who, kind[0], exc_info=error)
         elif count == 10 ** (len(str(count)) - 1):
             _log.error("%s: %s failed %d times, the last time with %r", self._who, kind[0], count, error)
+
+
+def processors() -> set[int]:
+    """The processors that this process may run on; all of the host where it may not ask."""
+    try:
+        return os.sched_getaffinity(0)
+    except OSError:
+        return set(range(os.cpu_count() or 1))
+
+
+@contextlib.contextmanager
+def naming(what: str, *, device: str, hint: str = _HINT) -> Iterator[None]:
+    """A refusal in the block is ``NotSupported`` that names ``what`` was refused."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        raise NotSupported(f"this system does not let a process use {what}: {error}", device=device, hint=hint) from error
 
 
 def open_files() -> int:
@@ -102,3 +128,7 @@ def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> Rd
     lost = PeerLost(why, peer=peer, device=device, status=status or "INTERNAL", hint=hint_for(error))
     lost.__cause__ = error
     return lost
+
+
+def nobody(*_: object) -> None:
+    """A callback that does nothing. It replaces the callback of an owner that has ended, which would else be kept alive."""

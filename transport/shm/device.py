@@ -28,15 +28,14 @@ from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
 from ..memory.arena import Segment
 from ..memory.mapping import mapped, memfd, why_not
-from ..peers.handed import credentials, received
+from ..peers.guard import naming, processors
 from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
-from ..sandboxed import naming, processors
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import LANDING, REGION, SEGMENT, ShmChannel
-from .memory import Attach
+from .memory import Attach, credentials, received
 from .transfer import INBOX_BYTES, Inboxes
 
 _PROBE = struct.Struct("<Q")  # address of the probe word

@@ -21,13 +21,12 @@ import torch
 from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError
-from ..listening import MAX_HELLO, ListeningDevice
+from ..listening import MAX_HELLO, ListeningDevice, prepare
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
 from ..peers.auth import receive_exactly
 from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
-from ..tls.stream import prepare
 from ..words import kernels
 from .channel import TcpChannel
 from .wire import BEAT, HEADER

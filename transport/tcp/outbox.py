@@ -1,7 +1,7 @@
 """The frames that are still to be sent on one TCP stream.
 
 Posting threads send directly from where the tensors lie. What the socket does not take at once is left to the I/O thread, so
-two ends that send huge data to each other both progress. Frames stay whole: a sign of life (``peers/pulse``) may go out between
+two ends that send huge data to each other both progress. Frames stay whole: a sign of life may go out between
 two frames, never inside one.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..peers.pulse import MAX_BUFFERS, SMALL_BYTES, Pulse
+from ..peers.heartbeat import MAX_BUFFERS, SMALL_BYTES, Pulse
 from ..peers.service import IN, OUT
 from ..words import kernels
 from .wire import ACK, HEADER, LAST, TURN_BYTES, Buffers

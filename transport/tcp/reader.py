@@ -20,10 +20,10 @@ from ..channel import Channel
 from ..device import Device
 from ..errors import PeerLost, RdmaError
 from ..interrupts import interruptible
+from ..listening import failure
 from ..memory.memory import NOWHERE
 from ..peers.heartbeat import goodbye
 from ..region import LENT, READ_ONLY, RemoteRegion, barrier, local_bytes, refusal
-from ..tls.stream import failure
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from . import wire

@@ -1,7 +1,7 @@
 """The relay between a worker and an encrypted stream; it runs without the interpreter's lock.
 
 A *relay* is a thread with a TCP stream on one side and one end of a socket pair on the other; the rest of the package has the
-other end and uses it as it would the stream. So whatever is sent in kernels without the GIL (``peers/pulse``) is also encrypted
+other end and uses it as it would the stream. So whatever is sent in kernels without the GIL (``Pulse``) is also encrypted
 without it: a worker whose Python is busy for long still beats. One thread a stream is the only user of its ``SSL``, which
 no two may use at once.
 

@@ -26,11 +26,10 @@ import time
 from typing import NamedTuple
 
 from ..errors import NotSupported, PeerLost
-from ..listening import MAX_HELLO
+from ..listening import MAX_HELLO, failure
 from ..nic.endpoint import Endpoint
 from ..peers import auth
-from ..peers.pulse import Pulse
-from ..tls.stream import failure
+from ..peers.heartbeat import Pulse
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, LANDING, BEAT = range(1, 10)
 MESSAGE = struct.Struct("<BQQQQI")

@@ -26,7 +26,7 @@ import torch
 
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
-from ..listening import ListeningDevice, checked
+from ..listening import ListeningDevice, checked, prepare
 from ..memory.arena import PINNED_SEGMENT_BYTES, Segment
 from ..nic import choice, endpoint, ports
 from ..nic.endpoint import Endpoint
@@ -38,7 +38,6 @@ from ..peers.heartbeat import BROKEN, Heart, often
 from ..peers.service import Service
 from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
-from ..tls.stream import prepare
 from ..words import kernels
 from . import control
 from .channel import VerbsChannel

@@ -24,7 +24,7 @@ Open = Callable[..., Device]
 
 THREADS = {
     # How each thread of the package goes on after an error that nobody expected, or why it need not.
-    "transport/peers/handshakes.py _shake_hands": "one connection; guarded as a whole",
+    "transport/peers/service.py _shake_hands": "one connection; guarded as a whole",
     "transport/peers/service.py _run": "guarded for each peer, and as a whole",
     "transport/peers/heartbeat.py _run": "a kernel, which raises nothing",
     "transport/verbs/watch.py _complete": "guarded for each peer, and as a whole",
