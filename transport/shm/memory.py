@@ -77,7 +77,7 @@ class PeerMemory:
         """Held during each copy by the kernel: the owner's deregistration waits for it."""
         self.segments: dict[int, Entry] = {}
         self.parts: dict[int, Entry] = {}
-        """Memory that is neither mapped here nor copied by the kernel: GPU memory, which ``cuda/peer`` enters."""
+        """Memory that is neither mapped here nor copied by the kernel: GPU memory, which ``cuda/channel`` enters."""
         self._foreign: dict[int, Entry] = {}
         self._read_only: set[int] = set()  # numbers of segments that are mapped for reading
         self._views: dict[int, memoryview] = {}
