@@ -3,7 +3,7 @@
 A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
 Threads: one I/O thread (``peers/service``), which never blocks (a thread that waits reads small frames itself,
-``tcp/hearing``), one that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake,
+``tcp/reader``), one that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake,
 so that a silent stranger blocks nobody.
 """
 
@@ -29,7 +29,7 @@ from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
 from .channel import TcpChannel
-from .wire import BEAT, HEADER
+from .outbox import BEAT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 

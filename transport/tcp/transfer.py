@@ -15,8 +15,7 @@ from ..errors import PeerLost, RdmaError, RemoteAccessError, fresh
 from ..notify import wait_done
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
-from .outbox import Outbox
-from .wire import HEADER, LAST, LATER, NOTIFY, READ, SILENT, WRITE, Buffers, memory_at
+from .outbox import HEADER, LAST, LATER, NOTIFY, READ, SILENT, WRITE, Buffers, Outbox, memory_at
 
 Hear = Callable[[int, int, float | None], bool]
 """See ``TcpChannel.hear_until``."""
