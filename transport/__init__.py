@@ -60,14 +60,19 @@ from .shm.channel import runs as process_runs
 
 # isort: split
 # What kernels are written with, above, too.
-from .words.atomics import (
+from .words.compiled import compiled
+from .words.compiled import kernels as known_kernels
+from .words.symbols import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     WAKE_ALL,
+    CFunction,
     compare_exchange,
     fence,
     fetch_add,
     futex,
+    i32,
+    i64,
     load_acquire,
     memcpy,
     now,
@@ -75,9 +80,6 @@ from .words.atomics import (
     sched_yield,
     store_release,
 )
-from .words.compiled import compiled
-from .words.compiled import kernels as known_kernels
-from .words.symbols import CFunction, i32, i64
 
 if TYPE_CHECKING:
     from .gpu.events import Event, StreamPool

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from ..words import kernels
-from ..words.atomics import call, errno, load_acquire, store_release
 from ..words.compiled import compiled
-from ..words.symbols import CFunction, i32, i64
+from ..words.symbols import CFunction, call, errno, i32, i64, load_acquire, store_release
 from .openssl import ERROR_SSL, ERROR_SYSCALL, ERROR_WANT_READ, ERROR_WANT_WRITE, address, library, reason
 
 BUFFER_BYTES = 64 << 10

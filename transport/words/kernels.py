@@ -33,7 +33,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .atomics import (
+from .compiled import compiled
+from .completions import asleep, awake, poll
+from .signals import signal
+from .symbols import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     STREAM_ALIGN,
@@ -43,6 +46,7 @@ from .atomics import (
     fence,
     fetch_add,
     futex,
+    i64,
     load_acquire,
     memcpy,
     now,
@@ -51,10 +55,6 @@ from .atomics import (
     store_release,
     stream,
 )
-from .compiled import compiled
-from .completions import asleep, awake, poll
-from .signals import signal
-from .symbols import i64
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
 _CROWDED_NS = 50_000

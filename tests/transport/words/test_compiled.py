@@ -19,10 +19,10 @@ import pytest
 from forks import forks
 
 import rdmarpc.transport
-from rdmarpc.transport.words import atomics, cache, compiled, kernels
+from rdmarpc.transport.words import compiled, kernels, symbols
 from rdmarpc.transport.words.symbols import i64
 
-_SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
+_SOURCES = ("compiled", "compiler", "instructions", "machine", "signals", "symbols")
 _NOBODY = pwd.getpwnam("nobody").pw_uid
 _NAMELESS = 4_000_000
 _TINY = 1000  # bytes: less than any file of the cache
@@ -133,11 +133,11 @@ def test_a_damaged_file(place):
 
 
 def test_every_damage_is_seen(tmp_path):
-    path, entries = tmp_path / "file", {"a": cache.Entry(b"1" * 32, b"code"), "b": cache.Entry(b"2" * 32, b"")}
-    cache._write(path, entries)
-    assert cache._read(path) == entries
+    path, entries = tmp_path / "file", {"a": compiled.Entry(b"1" * 32, b"code"), "b": compiled.Entry(b"2" * 32, b"")}
+    compiled._write(path, entries)
+    assert compiled._read(path) == entries
     whole = path.read_bytes()
-    first = len(cache._MAGIC)
+    first = len(compiled._MAGIC)
     ends = {len(whole) - 1, first + 1, 0, 5}
     for damaged in (
         *(whole[:end] for end in ends),
@@ -145,7 +145,7 @@ def test_every_damage_is_seen(tmp_path):
     ):
         path.write_bytes(damaged)
         with pytest.raises((ValueError, UnicodeError)):
-            cache._read(path)
+            compiled._read(path)
 
 
 @pytest.mark.parametrize("how", ["open to all", "of another user", "a link"])
@@ -197,7 +197,7 @@ def test_what_a_kernel_is_made_from():
     """Another function, constant, or kernel below: another digest."""
 
     def digest(source, **names):
-        made = {"load_acquire": atomics.load_acquire, "kernel": kernels.load, "ONE": 1, **names}
+        made = {"load_acquire": symbols.load_acquire, "kernel": kernels.load, "ONE": 1, **names}
         exec(source, made)
         return compiled._digest(made["f"], "f")
 
@@ -239,7 +239,7 @@ def test_what_a_kernel_takes():
     with pytest.raises(TypeError):
         kernels.load(address=address)
     with pytest.raises(TypeError, match="only kernels"):
-        atomics.load_acquire(address)
+        symbols.load_acquire(address)
 
 
 def test_no_compiler_is_imported():
