@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
     from .memory import sole
-    from .nic import choice, ports
+    from .nic import packages, ports
     from .tls import openssl
     from .verbs import gpudirect
 
@@ -97,7 +97,7 @@ _HOMES = {
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",
     "memory.sole": "sole",
-    "nic.choice": "choice",
+    "nic.packages": "packages",
     "nic.ports": "ports",
     "tls.openssl": "openssl",
     "verbs.gpudirect": "gpudirect",

@@ -8,13 +8,23 @@ from dataclasses import dataclass, field
 
 from ..peers.address import interface_address
 from ..peers.guard import processors
-from .attributes import Gid
 
 ROOT = "/sys/class/infiniband"
 NETWORK = "/sys/class/net"
 NODES = "/sys/devices/system/node"
 _EMPTY = (b"", b"0000:0000:0000:0000:0000:0000:0000:0000\n")
 _KINDS = {"IB/RoCE v1": "RoCEv1", "RoCE v2": "RoCEv2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """An entry of a port's GID table. ``kind``: ``"IB"``, ``"RoCEv1"`` or ``"RoCEv2"``; ``netdev``: the network interface,
+    or ``""``."""
+
+    index: int
+    raw: bytes
+    kind: str
+    netdev: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
-from ..memory import children
-from ..memory.mapping import address_of, mapped, transfer
+from ..memory.mapping import Shown, address_of, mapped, transfer, watch
 from ..peers.guard import broken_by, naming
 from ..region import LENT, OTHERS, READ_ONLY, RemoteRegion, barrier, refusal
 from ..words import kernels
@@ -83,7 +82,7 @@ class PeerMemory:
         self._views: dict[int, memoryview] = {}
         self.adoptions: dict[int, _Adoption] = {}
         self.owner = os.getpid()
-        children.watch(self)
+        watch(self)
 
     @property
     def peer(self) -> str:
@@ -173,10 +172,10 @@ class PeerMemory:
         # The storage holds ``view``, and that the mapping.
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def shown(self) -> list[children.Shown]:
+    def shown(self) -> list[Shown]:
         """What was adopted and is in use. Takes no lock."""
         found = [view for adoption in list(self.adoptions.values()) if (view := adoption()) is not None]
-        return [children.Shown(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, view) for view in found]
+        return [Shown(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, view) for view in found]
 
 
 class _Adoption(weakref.ref):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ..errors import NotSupported, PeerLost
 from ..listening import MAX_HELLO, failure
-from ..nic.endpoint import Endpoint
+from ..nic.ports import Endpoint
 from ..peers import auth
 from ..peers.heartbeat import Pulse
 

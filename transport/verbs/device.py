@@ -28,9 +28,9 @@ from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..listening import ListeningDevice, checked, prepare
 from ..memory.arena import PINNED_SEGMENT_BYTES, Segment
-from ..nic import choice, endpoint, ports
-from ..nic.endpoint import Endpoint
+from ..nic import packages, ports
 from ..nic.native import QueuePair
+from ..nic.ports import Endpoint
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
@@ -69,7 +69,7 @@ class VerbsDevice(ListeningDevice):
 
     def __init__(self, place: str, options: DeviceOptions) -> None:
         permit_rdma(options.tls)
-        self._at = ports.choose(choice.choose(), place)
+        self._at = ports.choose(packages.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
         super().__init__("verbs", options)
@@ -202,7 +202,7 @@ class VerbsDevice(ListeningDevice):
         if fields[0] != "verbs" or len(fields) < 5 or not fields[-3].isdigit():
             return "an address looks like verbs:HOST:PORT:ID:ENDPOINT"
         try:
-            return endpoint.why_not(self._at.endpoint, Endpoint.parse(fields[-1])) or ""
+            return ports.why_not(self._at.endpoint, Endpoint.parse(fields[-1])) or ""
         except RdmaError as error:
             return error.message
 
@@ -246,7 +246,7 @@ class VerbsDevice(ListeningDevice):
                 control.send_refusal(sock, error.message)
                 raise
         qp, setup = ours.pair
-        route = endpoint.route(
+        route = ports.route(
             self._at.endpoint,
             Endpoint.load(theirs.endpoint),
             port=self._at.number,

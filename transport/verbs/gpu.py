@@ -31,7 +31,7 @@ from ..gpu.driver import Driver
 from ..gpu.events import NOT_READY, Event
 from ..gpu.pins import Pins
 from ..memory.arena import Block
-from ..nic.attributes import REMOTE_WRITE
+from ..nic.libibverbs import REMOTE_WRITE
 from ..nic.native import Context, MemoryRegion
 from ..peers.guard import Guard
 from ..region import local_bytes

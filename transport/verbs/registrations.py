@@ -14,7 +14,7 @@ from ..gpu import driver
 from ..gpu.arena import GpuArena
 from ..memory.arena import READ, Pool, Segment
 from ..memory.memory import Memory
-from ..nic.attributes import LOCAL, REMOTE_READ, REMOTE_WRITE
+from ..nic.libibverbs import LOCAL, REMOTE_READ, REMOTE_WRITE
 from ..nic.native import Context, MemoryRegion
 from ..peers.questions import Questions
 from ..region import OTHERS, READ_ONLY, RemoteRegion, barrier, refusal

@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
+from ..nic.libibverbs import LOSES_ALL
 from ..nic.native import Context
 from ..nic.queues import Queues
-from ..nic.status import LOSES_ALL
 from ..peers.guard import Guard
 from ..words import completions, kernels
 from .channel import VerbsChannel
