@@ -25,7 +25,6 @@ ORDER = {
         ["gpu", "nic"],
         ["shm", "tcp", "verbs"],
         ["cuda", "exchange"],
-        ["auto.py"],
         ["kinds.py"],
         ["__init__.py"],
     ],

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, DeviceOptions, check_require, host_id
 from .errors import (
@@ -36,7 +35,7 @@ from .errors import (
     kept,
 )
 from .gpu import driver as cuda_driver
-from .kinds import kinds, open_device
+from .kinds import AutoDevice, kinds, open_device
 from .notify import Expectation, Poller
 from .peers.auth import check_secret, read_private, user_secret
 from .region import Region, RemoteRegion
