@@ -59,19 +59,14 @@ from .shm.channel import runs as process_runs
 
 # isort: split
 # What kernels are written with, above, too.
-from .words.compiled import compiled
-from .words.compiled import kernels as known_kernels
-from .words.symbols import (
+from .words.atomics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     WAKE_ALL,
-    CFunction,
     compare_exchange,
     fence,
     fetch_add,
     futex,
-    i32,
-    i64,
     load_acquire,
     memcpy,
     now,
@@ -79,6 +74,9 @@ from .words.symbols import (
     sched_yield,
     store_release,
 )
+from .words.compiled import compiled
+from .words.compiled import kernels as known_kernels
+from .words.symbols import CFunction, i32, i64
 
 if TYPE_CHECKING:
     from .gpu.events import Event, StreamPool

@@ -306,6 +306,11 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
             totals["channels"] = sum(channel.error is None for channel in self._channels)
         return totals
 
+    def opened(self) -> list[Any]:
+        """The channels that have not ended."""
+        with self._lock:
+            return [channel for channel in self._channels if channel.error is None]
+
     def count_staged(self, nbytes: int) -> None:
         """Count payload bytes that a layer above copied besides the transfer itself."""
         self.memory.count("bytes_staged", nbytes)

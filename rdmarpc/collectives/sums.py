@@ -1,6 +1,6 @@
 """How tensors are added up: in the order of the ranks, pair by pair from the left, so with the same bits at every rank.
 
-Types that kernels know (``words/symbols.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 and float16 through
+Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 and float16 through
 float32, rounded after each pair. Minima and maxima keep what is no number, as torch's do. Complex products and all other types
 are summed by torch. Bools: a sum is an or, a product an and. An average of integers is rounded towards zero, as NCCL's. What is
 multiplied before it is summed (``PREMUL_SUM``) is rounded to its type in between, as NCCL's."""

@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class PeerGpus:
         self.released = False
         """Whether the channel has ended and its lanes are gone."""
         self._segments: dict[int, PeerSegment] = {}
-        self._places: dict[int, PeerSegment] = {}  # of segments and foreign regions, by number
+        self.places: dict[int, PeerSegment] = {}  # of segments and foreign regions, by number
 
     def add_segment(self, fds: list[int], number: int, key: int, address: int, nbytes: int) -> None:
         """Enter a segment. ``address``: in the peer's process."""
@@ -105,13 +105,13 @@ class PeerGpus:
         check_sealed(fds[0], PASS.size)
         uuid, handle, allocation = PASS.unpack(os.pread(fds[0], PASS.size, 0))
         segment = PeerSegment(self, address, uuid.decode("ascii", "replace"), handle, allocation)
-        self._segments[number] = self._places[number] = segment
+        self._segments[number] = self.places[number] = segment
         self.memory.parts[number] = (0, nbytes, key)
 
     def add_part(self, segment: int, number: int, key: int, offset: int, nbytes: int) -> None:
         """Enter a foreign region on a segment."""
         if (found := self._segments.get(segment)) is not None:
-            self._places[number] = found
+            self.places[number] = found
             self.memory.parts[number] = (offset, nbytes, key)
 
     def remove(self, number: int) -> PeerSegment | None:
@@ -119,18 +119,8 @@ class PeerGpus:
         returns."""
         with self.lock:
             self.memory.parts.pop(number, None)
-            self._places.pop(number, None)
+            self.places.pop(number, None)
             return self._segments.pop(number, None)
-
-    def look_up(self, remote: RemoteRegion, hear_of: Callable[[RemoteRegion], object]) -> PeerSegment | None:
-        """The segment of a remote range in GPU memory; ``None`` for a range in host memory. ``hear_of`` asks the peer about a
-        region that it has not announced yet. Raises ``RemoteAccessError``."""
-        if remote.nbytes == 0 or remote.region == LENT:
-            return None
-        if remote.region in self.memory.segments:
-            return None
-        hear_of(remote)
-        return self._places.get(remote.region)
 
     def still_there(self, remote: RemoteRegion) -> None:
         """Raise ``RemoteAccessError`` if a region was withdrawn. Call it with ``lock`` held: it does not ask the peer."""
@@ -139,7 +129,7 @@ class PeerGpus:
 
     def withdrawable(self, remote: RemoteRegion) -> bool:
         """Whether the peer may withdraw a remote range while it lives: so if the range is in a foreign region."""
-        segment = self._places.get(remote.region)
+        segment = self.places.get(remote.region)
         return segment is not None and self._segments.get(remote.region) is not segment
 
 
@@ -192,8 +182,12 @@ class CudaChannel(ShmChannel):
         return not tensor.is_cpu or (self.look_up(remote) is not None)
 
     def look_up(self, remote: RemoteRegion) -> PeerSegment | None:
-        """As ``PeerGpus.look_up``; asks the peer about a region that it has not announced yet."""
-        return self.peer_gpus.look_up(remote, self.resolve)
+        """The segment of a remote range in GPU memory; ``None`` for a range in host memory. Asks the peer about a region that
+        it has not announced yet. Raises ``RemoteAccessError``."""
+        if remote.nbytes == 0 or remote.region == LENT or remote.region in self._mapped:
+            return None
+        self.resolve(remote)
+        return self.peer_gpus.places.get(remote.region)
 
     def place(self, side: Side) -> tuple[Lane | None, Copies]:
         """The lane that does a copy (``None``: the processor does it), and its pieces. Raises ``NotSupported`` where it cannot

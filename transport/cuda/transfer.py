@@ -42,11 +42,12 @@ from ..gpu.driver import CU_STREAM_CAPTURE_MODE_RELAXED, driver
 from ..region import RemoteRegion
 from ..shm.transfer import PreparedRequest
 from ..words import kernels
+from ..words.atomics import call, fetch_add, load_acquire, store_release
 from ..words.compiled import compiled, compiled_callback
 from ..words.kernels import CLOSED, OK, enter
 from ..words.kernels import post as finish_host
 from ..words.signals import signal
-from ..words.symbols import call, fetch_add, i64, load_acquire, store_release, void
+from ..words.symbols import i64, void
 from .lane import Lane
 
 JOB_WR, JOB_DONE, JOB_TABLE, JOB_COPIES, JOB_INFLIGHT, JOB_RESULT, JOB_SCRATCH, JOB_MODE, JOB_GROUPS, JOB_HEAD = range(10)
@@ -147,8 +148,9 @@ def post(job: int) -> int:
     return status
 
 
-@compiled(i64(i64))
-def _finish(job: int) -> int:
+@compiled_callback(void(i64))
+def finish(job: int) -> None:
+    """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
     inflight, done = _word(job, JOB_INFLIGHT), _word(job, JOB_DONE)
     if _word(job, JOB_RESULT) == OK:
         result = finish_host(_word(job, JOB_WR))
@@ -156,13 +158,7 @@ def _finish(job: int) -> int:
             store_release(job + 8 * JOB_RESULT, result)
     if inflight != 0:
         fetch_add(inflight, -1)
-    return signal(done, 0)
-
-
-@compiled_callback(void(i64))
-def finish(job: int) -> None:
-    """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
-    _finish(job)
+    signal(done, 0)
 
 
 Side = tuple[RemoteRegion, torch.Tensor, bool]

@@ -4,7 +4,7 @@ of our own that is posted to others."""
 
 # ruff: noqa: F401
 
-from ..words.symbols import fold_code
+from ..words.atomics import fold_code
 from .kernels import CLOSED, MISMATCH, OK
 from .lane import NUMBERS, Lane
 from .streams import COPY_PAST, NOTHING, Fold, Head, Plan, Span, Streams, streams

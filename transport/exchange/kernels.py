@@ -35,19 +35,13 @@ besides those of the stream.
 
 from __future__ import annotations
 
-from ..words.compiled import compiled, compiled_callback
-from ..words.completions import asleep, awake, poll
-from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, WR_BELLS, WR_RECORD, copy_past_caches, enter, move
-from ..words.signals import signal
-from ..words.symbols import (
+from ..words.atomics import (
     FOLD_BYTES,
     FUTEX_WAIT,
     fence,
     fetch_add,
     fold,
     futex,
-    i64,
-    inline,
     load_acquire,
     memcpy,
     now,
@@ -55,7 +49,12 @@ from ..words.symbols import (
     sched_yield,
     store_release,
 )
-from ..words.symbols import call as call_c
+from ..words.atomics import call as call_c
+from ..words.compiled import compiled, compiled_callback
+from ..words.completions import asleep, awake, poll
+from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, WR_BELLS, WR_RECORD, copy_past_caches, enter, move
+from ..words.signals import signal
+from ..words.symbols import i64, inline
 
 OK, TIMEOUT, MISMATCH, CLOSED = 0, -1, -2, -3
 """What ``exchange`` returns; for the last two ``CALL_LANE`` says which lane."""

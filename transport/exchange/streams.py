@@ -14,8 +14,8 @@ from ..channel import Transfer, Work
 from ..device import Device
 from ..errors import RdmaError
 from ..words import kernels as words
+from ..words.atomics import FOLD_BYTES
 from ..words.signals import BELL_BYTES
-from ..words.symbols import FOLD_BYTES
 from . import kernels
 from .kernels import CALL_WORDS, CLOSED, HEADER, LANE_WORDS, TIMEOUT, folder
 from .lane import Lane

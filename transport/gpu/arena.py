@@ -166,10 +166,6 @@ class GpuArena:
     def _listeners(self) -> list[Any]:
         return [device for device in list(self.devices) if not device.closed]
 
-    def let_go(self, address: int) -> None:
-        """The segment of the host arena at this address is about to be unmapped."""
-        self.pins.let_go(address)
-
     def release(self) -> None:
         """Unpin the host arena, if no device stands on this any more and nothing of theirs is under way."""
         if not self.devices and not self.lanes:

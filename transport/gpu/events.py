@@ -19,8 +19,9 @@ from collections import defaultdict, deque
 import torch
 
 from ..errors import RdmaError, TransferTimeout
+from ..words.atomics import call, load_acquire, store_release
 from ..words.compiled import compiled
-from ..words.symbols import call, i64, load_acquire, store_release
+from ..words.symbols import i64
 from .driver import current_stream, driver, kind, same_device
 
 NOT_READY = "CUDA_ERROR_NOT_READY"

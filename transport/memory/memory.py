@@ -185,7 +185,7 @@ class Memory:
         for device in devices:
             device.forget_segment(segment)
         if self.gpu is not None:
-            self.gpu.let_go(segment.address)
+            self.gpu.pins.let_go(segment.address)
         segment.close()
 
     def _newest_first(self) -> list[Listener]:

@@ -306,17 +306,10 @@ def describe(port: Found) -> str:
 def _key(port: Found, place: str) -> tuple[bool, int, float, list[tuple[str, int]], int]:
     gid, _ = pick_gid(port, interface_of(port, place))
     assert gid is not None
-    return grade(gid) in _POOR, _distance(port), -port.gbit_per_s, _natural(port.device), port.number
-
-
-def _distance(port: Found) -> int:
-    """A software device, or one that the firmware does not place, is taken for far: where all are, it decides nothing."""
-    return 255 if port.distance is None else port.distance
-
-
-def _natural(name: str) -> list[tuple[str, int]]:
-    """``mlx5_2`` before ``mlx5_10``."""
-    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+    # A software device, or one that the firmware does not place, is taken for far: where all are, it decides nothing.
+    distance = 255 if port.distance is None else port.distance
+    natural = [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", port.device)]  # mlx5_2 before mlx5_10
+    return grade(gid) in _POOR, distance, -port.gbit_per_s, natural, port.number
 
 
 def _behind(port: Found, first: Found, place: str) -> str:

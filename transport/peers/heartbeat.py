@@ -48,22 +48,9 @@ import numpy as np
 
 from ..errors import GIVEN_UP, PeerLost, RdmaError
 from ..words import kernels
+from ..words.atomics import FUTEX_WAIT, compare_exchange, errno, fetch_add, futex, load_acquire, now, sched_yield, store_release
 from ..words.compiled import compiled
-from ..words.symbols import (
-    FUTEX_WAIT,
-    CFunction,
-    compare_exchange,
-    errno,
-    fetch_add,
-    futex,
-    i32,
-    i64,
-    inline,
-    load_acquire,
-    now,
-    sched_yield,
-    store_release,
-)
+from ..words.symbols import CFunction, i32, i64, inline
 
 ROW_WORDS = 16
 MAX_BUFFERS = 512

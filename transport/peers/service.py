@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import PeerLost
-from .guard import REFUSED, Guard, nobody
+from .guard import REFUSED, nobody
 from .heartbeat import Looks
 
 IN, OUT = select.POLLIN, select.POLLOUT
@@ -40,22 +40,15 @@ class Handshakes:
     """The handshakes of one device, in both directions. Owns the listener. Thread-safe; ``accept`` and ``hang_up_on_the_slow``
     are called only by the thread that serves the device.
 
-    ``welcome`` runs on a thread for each connection; it has to call ``proven``. ``admits`` tells whether a peer may connect at
-    all, as far as the system shows that at once. ``wake`` makes the serving thread ask again how long it may sleep (``pause``).
+    ``_welcome`` of the device runs on a thread for each connection; it has to call ``proven``. ``_admits`` tells whether a peer
+    may connect at all, as far as the system shows that at once. ``wake`` makes the serving thread ask again how long it may
+    sleep (``pause``).
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        welcome: Callable[[socket.socket], None],
-        *,
-        wake: Callable[[], None],
-        guard: Guard,
-        admits: Callable[[socket.socket], bool],
-    ) -> None:
+    def __init__(self, listener: socket.socket, device: Any, wake: Callable[[], None]) -> None:
         listener.setblocking(False)
-        self.listener = listener
-        self._welcome, self._wake, self._guard, self._admits = welcome, wake, guard, admits
+        self.listener, self._wake = listener, wake
+        self._welcome, self._admits, self._guard = device._welcome, device._admits, device.guard
         self._lock = threading.Lock()
         self._deadlines: dict[socket.socket, float] = {}
         self._unproven: dict[socket.socket, None] = {}  # the oldest first
@@ -180,7 +173,7 @@ class Service:
         self._watched: dict[int, tuple[socket.socket, Any]] = {}
         self._asked: deque[tuple[int, Any]] = deque()
         self._stop_at = 0.0
-        self.handshakes = Handshakes(listener, device._welcome, wake=self.wake, guard=device.guard, admits=device._admits)
+        self.handshakes = Handshakes(listener, device, self.wake)
         self._thread = threading.Thread(target=self._run, name=f"rdmarpc-{device.name}", daemon=True)
 
     def _epoll_or_poll(self, listener: socket.socket) -> Any:

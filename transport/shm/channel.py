@@ -1,7 +1,6 @@
 """The connection between two processes of one host: the peer's segments are mapped here, a WRITE is one memcpy.
 
-Parts: ``transfer`` (what both ends share, and posts), ``memory`` (what of the peer is mapped), ``peers/questions`` (control
-messages that wait for an answer).
+Parts: ``transfer`` (what both ends share, and posts), ``memory`` (what of the peer is mapped).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 
 from ..channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
+from ..listening import Questions
 from ..peers.heartbeat import Beats, goodbye
-from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import kernels
 from .memory import Attach, PeerMemory, credentials, received

@@ -21,10 +21,10 @@ from ..channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
 from ..device import Device
 from ..errors import PeerLost, RdmaError, TransferTimeout, kept
 from ..interrupts import interruptible
+from ..listening import ANSWER_TIMEOUT_S
 from ..memory.mapping import anonymous
 from ..notify import Expectation
 from ..peers.heartbeat import CLOSED, Heart, often
-from ..peers.questions import ANSWER_TIMEOUT_S
 from ..peers.service import Service
 from ..region import OTHERS, RemoteRegion, refusal
 from ..words import kernels

@@ -41,10 +41,11 @@ from ..memory.memory import NOWHERE
 from ..peers.heartbeat import goodbye
 from ..region import LENT, READ_ONLY, RemoteRegion, barrier, local_bytes, refusal
 from ..words import kernels
+from ..words.atomics import fence, load_acquire, memcpy, now, sched_yield, store_release
 from ..words.compiled import compiled
 from ..words.kernels import OK, TIMEOUT
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES, signal
-from ..words.symbols import CFunction, fence, i32, i64, inline, load_acquire, memcpy, now, sched_yield, store_release
+from ..words.symbols import CFunction, i32, i64, inline
 from .outbox import (
     ACK,
     BEAT,

@@ -4,7 +4,6 @@ peer has answered."""
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -43,7 +42,6 @@ class Posts:
         """The number of the last post."""
         self._urgent = 0  # the last post that the peer answers by a frame of its own
         self._outbox, self._records, self._bells = outbox, records, bells
-        self._pid = os.getpid()
         self._pending: dict[int, TcpWork] = {}
 
     @property
@@ -52,11 +50,9 @@ class Posts:
         return bool(self._pending)
 
     def check(self) -> None:
-        """Raises what ended the channel; ``RdmaError`` in another process."""
+        """Raises what ended the channel."""
         if self.error is not None:
             raise fresh(self.error)
-        if os.getpid() != self._pid:
-            raise RdmaError("a channel cannot be used in a forked child", device="tcp", hint="fork first, or use spawn")
 
     # -- posting
 

@@ -31,8 +31,9 @@ import numpy as np
 
 from ..errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..words import kernels
+from ..words.atomics import call, errno, load_acquire, store_release
 from ..words.compiled import compiled
-from ..words.symbols import CFunction, call, errno, i32, i64, load_acquire, store_release
+from ..words.symbols import CFunction, i32, i64
 from . import openssl
 from .openssl import ERROR_SSL, ERROR_SYSCALL, ERROR_WANT_READ, ERROR_WANT_WRITE, address, library, reason
 from .options import TlsOptions

@@ -54,14 +54,12 @@ class Setup(NamedTuple):
     """First packet sequence number."""
 
 
+REFUSAL = Setup(0, 0, 0, 0, b"", 0, 0)
+"""Instead of a setup: this end cannot. The reason follows, as a hello."""
+
+
 def send_setup(sock: socket.socket, setup: Setup) -> None:
     sock.sendall(_SETUP.pack(*setup))
-
-
-def send_refusal(sock: socket.socket, why: str) -> None:
-    """Instead of a setup: this end cannot."""
-    send_setup(sock, Setup(0, 0, 0, 0, b"", 0, 0))
-    send_hello(sock, why.encode())
 
 
 def receive_setup(sock: socket.socket) -> Setup:

@@ -110,7 +110,9 @@ class Watch:
         if self._queues.wait(_TICK_NS):
             self._look_for_failures()
             while (event := self._context.async_event()) is not None:
-                self._heed(device, event)
+                device.count(f"async_{event.lower()}")
+                for channel in device.opened() if event in LOSES_ALL else ():  # a device that is gone takes all with it
+                    channel.lost(PeerLost(LOSES_ALL[event], peer=channel.peer, device="verbs", status=event))
         for channel in device.opened():
             try:
                 channel.tend()
@@ -138,12 +140,6 @@ class Watch:
         while channel.error is None and channel.heard < alive and time.monotonic() < limit:
             time.sleep(0.005)
         channel.lost(error)
-
-    def _heed(self, device: Any, event: str) -> None:
-        """Asynchronous events are counted; a device that is gone takes all with it."""
-        device.count(f"async_{event.lower()}")
-        for channel in device.opened() if event in LOSES_ALL else ():
-            channel.lost(PeerLost(LOSES_ALL[event], peer=channel.peer, device="verbs", status=event))
 
     def stop(self) -> None:
         """End the thread; nobody polls the completion queue any more."""
@@ -216,7 +212,7 @@ class VerbsDevice(ListeningDevice):
         return self._address
 
     def explain(self) -> str:
-        limits, limit, queues = self._at.device, f"{self.arena.limit / 2**30:.1f} GiB", self._queues
+        limits, queues = self._at.device, self._queues
         return "\n".join(
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
@@ -225,7 +221,7 @@ class VerbsDevice(ListeningDevice):
                 "  payload        not encrypted: it goes past the processor",
                 f"  messages       of up to {self.max_msg_sz} bytes; {queues.sends} a queue pair, {queues.receives} receives",
                 f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                *(self.memory.explain() if self._own_memory else ()),
                 *self.local.explain(),
                 f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
                 "  waiting        whoever waits polls the completion queue, then sleeps on its channel",
@@ -290,14 +286,11 @@ class VerbsDevice(ListeningDevice):
             return
         number = region.remote.region
         self.announce(number, 0, 0, 0)
-        self.local.forget_gpu(number)
+        with self._lock:
+            self.local.shared.pop(number, None)
 
     def poller(self) -> Poller:
         return Poller(self.memory, self.port, self.local.arrived)
-
-    def opened(self) -> list[VerbsChannel]:
-        with self._lock:
-            return [channel for channel in self._channels if isinstance(channel, VerbsChannel) and channel.error is None]
 
     def _tell(self, channels: Sequence[VerbsChannel], message: Message) -> None:
         for channel in channels:
@@ -354,7 +347,8 @@ class VerbsDevice(ListeningDevice):
             try:
                 ours.pair = self._pair()
             except RdmaError as error:
-                control.send_refusal(sock, error.message)
+                control.send_setup(sock, control.REFUSAL)
+                control.send_hello(sock, error.message.encode())
                 raise
         qp, setup = ours.pair
         route = ports.route(

@@ -28,26 +28,23 @@ Invariants:
 from __future__ import annotations
 
 from . import layout as at
-from .compiled import compiled
-from .signals import signal
-from .symbols import (
+from .atomics import (
     FUTEX_WAKE,
     WAKE_ALL,
-    CFunction,
-    Operation,
     call,
     compare_exchange,
     fence,
     fetch_add,
     futex,
-    i32,
-    i64,
     load_acquire,
     now,
     pause,
     sched_yield,
     store_release,
 )
+from .compiled import compiled
+from .signals import signal
+from .symbols import CFunction, Operation, i32, i64
 
 _poll_fds = CFunction("poll", i32(i64, i64, i32))
 _eventfd_write = CFunction("eventfd_write", i32(i32, i64))

@@ -1,4 +1,4 @@
-"""How the operations of the machine that kernels use are emitted: ``symbols`` and ``completions`` say what each does.
+"""How the operations of the machine that kernels use are emitted: ``atomics`` and ``completions`` say what each does.
 
 A function here has the name of the operation; it takes the builder and the operands (``int64``), and gives the result, or
 ``None``. Imported only where a kernel is compiled.
@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .symbols import FOLD_BYTES, FOLD_FLOATS, FOLD_OPERATIONS, FOLD_TYPES, FOLDS, STREAM_ALIGN, STREAM_BYTES
+from .atomics import FOLD_BYTES, FOLD_FLOATS, FOLD_OPERATIONS, FOLD_TYPES, FOLDS, STREAM_ALIGN, STREAM_BYTES
 
 _I32, _I64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
 _ARM = platform.machine() == "aarch64"

@@ -33,10 +33,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .compiled import compiled
-from .completions import asleep, awake, poll
-from .signals import signal
-from .symbols import (
+from .atomics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     STREAM_ALIGN,
@@ -46,7 +43,6 @@ from .symbols import (
     fence,
     fetch_add,
     futex,
-    i64,
     load_acquire,
     memcpy,
     now,
@@ -55,6 +51,10 @@ from .symbols import (
     store_release,
     stream,
 )
+from .compiled import compiled
+from .completions import asleep, awake, poll
+from .signals import signal
+from .symbols import i64
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
 _CROWDED_NS = 50_000

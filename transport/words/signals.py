@@ -4,8 +4,9 @@ invariants."""
 
 from __future__ import annotations
 
+from .atomics import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, load_acquire
 from .compiled import compiled
-from .symbols import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, i64, load_acquire
+from .symbols import i64
 
 MAX_NOTIFY = 1 << 16
 """A notification is a number below this."""

@@ -19,10 +19,10 @@ import pytest
 from forks import forks
 
 import rdmarpc.transport
-from rdmarpc.transport.words import compiled, kernels, symbols
+from rdmarpc.transport.words import atomics, compiled, kernels
 from rdmarpc.transport.words.symbols import i64
 
-_SOURCES = ("compiled", "compiler", "instructions", "machine", "signals", "symbols")
+_SOURCES = ("atomics", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
 _NOBODY = pwd.getpwnam("nobody").pw_uid
 _NAMELESS = 4_000_000
 _TINY = 1000  # bytes: less than any file of the cache
@@ -197,7 +197,7 @@ def test_what_a_kernel_is_made_from():
     """Another function, constant, or kernel below: another digest."""
 
     def digest(source, **names):
-        made = {"load_acquire": symbols.load_acquire, "kernel": kernels.load, "ONE": 1, **names}
+        made = {"load_acquire": atomics.load_acquire, "kernel": kernels.load, "ONE": 1, **names}
         exec(source, made)
         return compiled._digest(made["f"], "f")
 
@@ -239,7 +239,7 @@ def test_what_a_kernel_takes():
     with pytest.raises(TypeError):
         kernels.load(address=address)
     with pytest.raises(TypeError, match="only kernels"):
-        symbols.load_acquire(address)
+        atomics.load_acquire(address)
 
 
 def test_no_compiler_is_imported():

@@ -336,9 +336,9 @@ def test_a_function_that_is_not_there():
 
 
 def test_every_operation_is_emitted():
-    from rdmarpc.transport.words import completions, instructions, symbols
+    from rdmarpc.transport.words import atomics, completions, instructions
     from rdmarpc.transport.words.symbols import Operation
 
-    operations = [each for module in (symbols, completions) for each in vars(module).values() if isinstance(each, Operation)]
+    operations = [each for module in (atomics, completions) for each in vars(module).values() if isinstance(each, Operation)]
     assert len(operations) > 10 and all(callable(getattr(instructions, each.name, None)) for each in operations)
     assert np.int64(3) == compiled.compiled(i64(i64, i64))(wide)(np.int64(1), 3)
