@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
@@ -41,9 +41,6 @@ from .region import Array, Region, RemoteRegion, as_tensor
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
 from .timeouts import of_socket
-
-if TYPE_CHECKING:
-    from .cuda.device import CudaDevice
 
 GROUP = "rdmarpc.devices"
 """The entry points by which packages bring devices."""
@@ -272,8 +269,8 @@ class AutoDevice(Device):
     def _of_gpu(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_cpu and self.memory.gpu is not None and self.memory.gpu.of(tensor)
 
-    def _gpus(self, place: torch.device | str) -> CudaDevice:
-        found: Any = self.devices.get("shm")
+    def _gpus(self, place: torch.device | str) -> Device:
+        found = self.devices.get("shm")
         if self.memory.gpu is None or found is None:
             why = f"there is no memory of {place} here"
             raise NotSupported(why, device="auto", hint="torch has no GPU here, or shm was refused")

@@ -180,15 +180,8 @@ class Shown(NamedTuple):
     view: memoryview
 
 
-class _Copy(NamedTuple):
-    start: int
-    nbytes: int
-    ranges: list[tuple[int, int]]
-    """Where its parts belong: address and bytes."""
-
-
 _taken = threading.local()
-"""``copy``: that for the child that this thread forks, or ``None``."""
+"""``copy``: that for the child that this thread forks, or ``None``: start, bytes, and its parts (where it belongs, bytes)."""
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _left: dict[int, tuple[int, int, weakref.ref[memoryview]]] = {}
 """The tensors that outlived their owners, by address, which is theirs for as long as they live."""
@@ -246,21 +239,22 @@ def _before() -> None:
     for start, end in pages:
         ctypes.memmove(at, start, end - start)
         at += end - start
-    _taken.copy = _Copy(copy, total, [(start, end - start) for start, end in pages])
+    _taken.copy = copy, total, [(start, end - start) for start, end in pages]
 
 
 def _in_parent() -> None:
     copy, _taken.copy = _taken.copy, None
     if copy is not None:
-        _libc.munmap(copy.start, copy.nbytes)
+        start, nbytes, _ = copy
+        _libc.munmap(start, nbytes)
 
 
 def _in_child() -> None:
     copy, _taken.copy = _taken.copy, None
     if copy is None:
         return
-    at = copy.start
-    for start, nbytes in copy.ranges:
+    at, _, ranges = copy
+    for start, nbytes in ranges:
         if _libc.mremap(at, nbytes, nbytes, _MAYMOVE_FIXED, start) == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "tensors that came from other workers stay shared with the parent")
         at += nbytes

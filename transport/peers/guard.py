@@ -73,11 +73,6 @@ def naming(what: str, *, device: str, hint: str = _HINT) -> Iterator[None]:
         raise NotSupported(f"this system does not let a process use {what}: {error}", device=device, hint=hint) from error
 
 
-def open_files() -> int:
-    """How many files this process may have open."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 def have_standard_streams() -> None:
     """Open the null device as each standard stream that this process was started without: what a library prints would else go
     into memory, or to a peer, whose descriptor took that number."""
@@ -102,17 +97,16 @@ def hint_for(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and os.strerror(errno.EMFILE) in str(error):  # of a library
         number = errno.EMFILE
-    if number == errno.EMFILE:
-        return f"this process may have {open_files()} files open: raise the limit (ulimit -n)"
     if "can't start new thread" in str(error):
         return "this process, or its user, may have no more threads: raise the limit (ulimit -u; ulimit -v counts their stacks)"
-    if number == errno.ENFILE:
-        return "this host has too many files open (sysctl fs.file-max)"
-    if number == errno.ENOMEM:
-        return "this process cannot map more memory: see ulimit -v, vm.max_map_count and the limit of its container"
-    if number == errno.EFBIG:
-        return "this process may not make a file of that size, and shared memory is one: raise the limit (ulimit -f)"
-    return ""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hints = {
+        errno.EMFILE: f"this process may have {files} files open: raise the limit (ulimit -n)",
+        errno.ENFILE: "this host has too many files open (sysctl fs.file-max)",
+        errno.ENOMEM: "this process cannot map more memory: see ulimit -v, vm.max_map_count and the limit of its container",
+        errno.EFBIG: "this process may not make a file of that size, and shared memory is one: raise the limit (ulimit -f)",
+    }
+    return hints.get(number or 0, "")
 
 
 def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> RdmaError:

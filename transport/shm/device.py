@@ -35,7 +35,7 @@ from ..region import LENT, RemoteRegion, local_bytes
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import LANDING, REGION, SEGMENT, ShmChannel
-from .memory import Attach, credentials, received
+from .memory import credentials, received
 from .transfer import INBOX_BYTES, Inboxes
 
 _PROBE = struct.Struct("<Q")  # address of the probe word
@@ -186,7 +186,7 @@ class ShmDevice(ListeningDevice):
             uid, epoch, peer_may, _ = _SETUP.unpack_from(data)
             peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
         inboxes = Inboxes(ours.inbox, peer_inbox, peer_bells)
-        attach = Attach(ours.refused, bool(peer_may))
+        attach = ours.refused, bool(peer_may)
         return self.channel_type(self, sock, inboxes, (uid, epoch), attach, data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:

@@ -11,7 +11,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,13 +54,9 @@ Entry = tuple[int, int, int]
 """Address, bytes, key. The address is one of this process if the memory is mapped here, else one of the peer's process."""
 
 
-class Attach(NamedTuple):
-    """What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/mapping``). It may let
-    one and not the other."""
-
-    refused: str
-    """Why this end may not; empty if it may."""
-    peer_may: bool
+Attach = tuple[str, bool]
+"""What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/mapping``). Why this end may
+not, empty if it may; whether the other one may."""
 
 
 class PeerMemory:

@@ -205,15 +205,17 @@ class Relay:
         self.tcp.close()
         self._local.close()
 
-    @property
-    def failure(self) -> tuple[str, str]:
-        """Why the stream ended, where it was not the peer's end: status and text; else both empty."""
+    def failure(self, peer: str) -> PeerLost | None:
+        """Why the stream ended, where it was not the peer's end."""
         words = self._words.ctypes.data
         if code := kernels.load(words + 8 * _CODE):
-            return "TLS", reason(code & 0xFFFFFFFF) or f"error {code:#x}"
+            why = reason(code & 0xFFFFFFFF) or f"error {code:#x}"
+            text = f"the encrypted stream was broken on the way, or by a stranger: {why}"
+            return PeerLost(text, peer=peer, status="TLS")
         if code := kernels.load(words + 8 * _ERRNO):
-            return "BROKEN", f"the connection broke: [{errors.errorcode.get(code, code)}] {os.strerror(code)}"
-        return "", ""
+            why = f"the connection broke: [{errors.errorcode.get(code, code)}] {os.strerror(code)}"
+            return PeerLost(why, peer=peer, status="BROKEN")
+        return None
 
 
 _CIPHERS = b"TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"  # a pre-shared key needs SHA-256
@@ -247,10 +249,7 @@ class SealedStream(socket.socket):
     @property
     def failure(self) -> PeerLost | None:
         """Why the stream ended, where it was not the peer's end. Known when the end has come."""
-        status, text = self._relay.failure
-        if status == "TLS":
-            text = f"the encrypted stream was broken on the way, or by a stranger: {text}"
-        return PeerLost(text, peer="{}:{}".format(*self._peer_name), status=status) if status else None
+        return self._relay.failure("{}:{}".format(*self._peer_name))
 
 
 class Tls:
