@@ -61,7 +61,7 @@ STOREYS = [
         ["how it moves:", "Device, Channel,", "Region, Transfer"],
         ("#f7ecea", "#edcfc9"),
         [
-            [("kinds, auto", "devices by name; each peer by the fastest that reaches it")],
+            [("kinds", "devices by name; each peer by the fastest that reaches it")],
             [("cuda/", "shm, and GPU memory by copies on side streams"), ("exchange/", "streams among many, sums")],
             [("shm/", "one host: one memcpy"), ("tcp/", "sockets"), ("verbs/", "InfiniBand, RoCE")],
             [("gpu/", "the CUDA driver, GPU memory"), ("nic/", "which RDMA port, its native objects")],

@@ -30,10 +30,10 @@ Medians = dict[tuple[str, int, str], float]
 
 def port_facts() -> dict[str, Any]:
     """The port that the device chooses, and how it is reached. Ends the program where there is none."""
-    from rdmarpc.transport import RdmaError, choice, ports, sysfs
+    from rdmarpc.transport import RdmaError, packages, ports, sysfs
 
     try:
-        provider = choice.choose().name
+        provider = packages.choose().name
     except RdmaError as error:
         raise SystemExit(f"error: {error}") from None
     for found in ports.rank(sysfs.survey())[0]:

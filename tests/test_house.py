@@ -18,7 +18,6 @@ ORDER = {
     "transport": [
         ["words"],
         ["errors.py", "interrupts.py", "region.py", "timeouts.py"],
-        ["sandboxed.py"],
         ["peers"],
         ["memory"],
         ["tls"],
@@ -26,7 +25,6 @@ ORDER = {
         ["gpu", "nic"],
         ["shm", "tcp", "verbs"],
         ["cuda", "exchange"],
-        ["auto.py"],
         ["kinds.py"],
         ["__init__.py"],
     ],

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, DeviceOptions, check_require, host_id
 from .errors import (
@@ -36,10 +35,9 @@ from .errors import (
     kept,
 )
 from .gpu import driver as cuda_driver
-from .kinds import kinds, open_device
+from .kinds import AutoDevice, kinds, open_device
 from .notify import Expectation, Poller
-from .peers.auth import check_secret
-from .peers.user_secret import read_private, user_secret
+from .peers.auth import check_secret, read_private, user_secret
 from .region import Region, RemoteRegion
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
@@ -55,10 +53,8 @@ from .interrupts import interruptible
 from .memory.arena import PINNED_SEGMENT_BYTES, RINGS, SEGMENT_BYTES, SLOTS, Arena, Block, Pool, default_limit, size_class
 from .nic import sysfs
 from .peers.address import where_to_listen
-from .peers.ended import nobody
-from .peers.guard import Guard, broken_by, have_standard_streams, hint_for, need_descriptors
+from .peers.guard import Guard, broken_by, have_standard_streams, hint_for, need_descriptors, nobody, processors
 from .region import as_tensor
-from .sandboxed import processors
 from .shm.channel import runs as process_runs
 
 # isort: split
@@ -88,7 +84,7 @@ if TYPE_CHECKING:
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
     from .memory import sole
-    from .nic import choice, ports
+    from .nic import packages, ports
     from .tls import openssl
     from .verbs import gpudirect
 
@@ -98,7 +94,7 @@ _HOMES = {
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",
     "memory.sole": "sole",
-    "nic.choice": "choice",
+    "nic.packages": "packages",
     "nic.ports": "ports",
     "tls.openssl": "openssl",
     "verbs.gpudirect": "gpudirect",

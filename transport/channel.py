@@ -155,7 +155,7 @@ class Channel(abc.ABC):
     peer_hello: bytes
     """The bytes that the peer gave to ``connect``, or that its ``on_connect`` returned."""
     peer_key: bytes
-    """The public key whose private half the other end has proved to hold (``peers/identity``)."""
+    """The public key whose private half the other end has proved to hold (``peers/auth``)."""
     records: int
     """Address of the records of ``MAX_NOTIFY`` notifications, which the peer counts in."""
     port = 0

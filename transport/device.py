@@ -26,11 +26,9 @@ from .memory.arena import Pool
 from .memory.memory import Listener, Memory
 from .notify import Poller
 from .peers.address import kernel_and_network
-from .peers.auth import check_secret
-from .peers.ended import nobody
+from .peers.auth import check_secret, uid_of, user_secret
+from .peers.guard import nobody
 from .peers.heartbeat import MIN_TIMEOUT_S, Looks
-from .peers.identity import uid_of
-from .peers.user_secret import user_secret
 from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .timeouts import limit, seconds
 from .tls.options import TlsOptions
@@ -55,7 +53,7 @@ class DeviceOptions:
     """Options that every kind of device takes.
 
     * ``secret``: at least 16 random bytes that both ends must share. Without it only processes of this user on this host are
-      let in (``peers/user_secret``).
+      let in (``peers/auth``).
     * ``arena_limit``: bytes that tensors of the arena may take together; ``None``: a part of this host's memory.
     * ``on_connect``: called with every channel that a peer opens, before the peer can use it. It returns the hello to answer
       with. Without it use ``Device.accept``.
@@ -307,6 +305,11 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
                 totals["bytes_direct"] += nbytes
             totals["channels"] = sum(channel.error is None for channel in self._channels)
         return totals
+
+    def opened(self) -> list[Any]:
+        """The channels that have not ended."""
+        with self._lock:
+            return [channel for channel in self._channels if channel.error is None]
 
     def count_staged(self, nbytes: int) -> None:
         """Count payload bytes that a layer above copied besides the transfer itself."""

@@ -1,33 +1,45 @@
 """Devices whose peers come to a socket of theirs: how two of them meet.
 
 Both ends prove themselves (``peers/auth``), then they exchange setups: first the one that connects. A bad peer costs only its
-own connection.
+own connection. Later they ask each other what has to be answered (``Questions``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .channel import Channel
 from .device import Device, DeviceOptions
-from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .errors import GONE, NotSupported, PeerLost, RdmaError, TransferTimeout, fresh
 from .memory.arena import Pool
-from .peers.guard import Guard, broken_by
-from .peers.handshakes import EXPECTED, HANDSHAKE_S, SETUP_S, dial, reach
+from .peers import auth
+from .peers.guard import REFUSED, Guard, broken_by, hint_for
 from .peers.heartbeat import BROKEN, SILENT, Heart
 from .peers.service import Service
 from .timeouts import of_socket
-from .tls.stream import authenticated
+from .tls.options import TlsOptions
 
 if TYPE_CHECKING:
     from .tls.handshake import Tls
 
+_Proven = tuple[socket.socket, bytes]
+"""A stream to go on with, and the peer's key."""
 MAX_HELLO = 64 << 10
+HANDSHAKE_S, SETUP_S = 5.0, 60.0
+"""The seconds that an acceptor gives a peer to prove itself, and then for the rest of its handshake. A busy machine may take
+the processor from a worker for as long as the first; how long a worker waits for us is up to that worker."""
+_EXPECTED = (RdmaError, ConnectionError, TimeoutError)
+"""Errors that a peer may cause as it connects. They are not reported here."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
+_HALVES_S = 2.9  # half of it is enough for a heart to hang up
 _LATE_S = 1.0  # so much after its deadline an attempt ends only where this process did not run: the peer is not to blame
 _TLS_LINGER_S = 1.0  # for peers to take what is sealed already
 
@@ -103,7 +115,17 @@ class ListeningDevice(Device):
         raise NotImplementedError
 
     def _dial(self, where: str, timeout: float) -> socket.socket:
-        return dial(where, timeout, device=self.name)
+        """Connect to ``HOST:PORT`` within ``timeout`` seconds. Raises ``PeerLost`` if nobody listens there, ``TimeoutError``,
+        and ``OSError`` if this process lacks something, such as file descriptors."""
+        host, _, port = where.rpartition(":")
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout)
+        except OSError as error:
+            if isinstance(error, TimeoutError) or hint_for(error):
+                raise
+            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
+            why = "this system forbids the connection" if error.errno in REFUSED else "nobody listens there"
+            raise PeerLost(f"{why}: {error}", peer=where, device=self.name, status=status) from None
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         self.check()
@@ -146,11 +168,27 @@ class ListeningDevice(Device):
             self._adopt(channel)
         return channel
 
-    def _prove(self, sock: socket.socket, *, initiator: bool, deadline: float, expect: str = "") -> tuple[socket.socket, bytes]:
-        """The stream to go on with, and the peer's key."""
-        identity = self.memory.identity
-        with self._service.handshakes.limited(sock, deadline):
-            return authenticated(sock, self._tls, self.secret, identity, initiator=initiator, deadline=deadline, expect=expect)
+    def _prove(self, came: socket.socket, *, initiator: bool, deadline: float, expect: str = "") -> _Proven:
+        """The stream is encrypted where TLS is on: ``came`` has been closed then. After an error ``came`` is the caller's to
+        close."""
+        with self._service.handshakes.limited(came, deadline):
+            stream, binding = came, b""
+            if self._tls is not None:
+                stream, binding = self._tls.seal(came, initiator=initiator, deadline=deadline)
+            try:
+                key = auth.authenticate(
+                    stream, self.secret, self.memory.identity, initiator=initiator, expect=expect, binding=binding
+                )
+            except BaseException as error:
+                broken = failure(stream) if isinstance(error, PeerLost) and error.status not in GONE else None
+                if stream is not came:
+                    stream.close()
+                if broken is not None:
+                    raise broken from None
+                raise
+            if stream is not came:
+                came.close()
+        return stream, key
 
     def _closed(self, peer: str) -> PeerLost:
         return PeerLost("the device was closed meanwhile", peer=peer, device=self.name, status="CLOSED")
@@ -175,10 +213,10 @@ class ListeningDevice(Device):
                 why = f"the connection broke as it was made: {error}"
                 self.lost(channel, PeerLost(why, peer=channel.peer, device=self.name))
             sock.close()
-            if not isinstance(error, EXPECTED):
+            if not isinstance(error, _EXPECTED):
                 raise
 
-    def _admit(self, came: socket.socket) -> tuple[socket.socket, bytes]:
+    def _admit(self, came: socket.socket) -> _Proven:
         """As ``_prove``, of a peer that came: it is no stranger from then on."""
         proven = self._prove(came, initiator=False, deadline=time.monotonic() + HANDSHAKE_S)
         self._service.handshakes.proven(came)
@@ -203,3 +241,96 @@ def checked(hello: bytes) -> bytes:
     if len(hello) > MAX_HELLO:
         raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
     return hello
+
+
+def reach(dial: Callable[[float], socket.socket], prove: Callable[..., _Proven], deadline: float) -> _Proven:
+    """Connect until both ends have proven themselves, and return the stream that ``prove`` returns. ``dial(seconds)`` connects,
+    ``prove(sock, deadline=)`` does the handshake. If the peer hangs up meanwhile, to make way for others or because its Python
+    is held up, both are tried again until the ``deadline`` (``time.monotonic``); then ``TransferTimeout`` has the status
+    ``BUSY``. So they are after half of the time: one that was accepted before Python was held up is not hung up on."""
+    pause, hung_up = _FIRST_PAUSE_S, False
+    while True:
+        left = max(deadline - time.monotonic(), 0.001)
+        sock, limit = dial(left), time.monotonic() + (left / 2 if left > _HALVES_S else left)
+        try:
+            return prove(sock, deadline=limit)
+        except BaseException as error:
+            sock.close()
+            again = isinstance(error, (ConnectionError, PeerLost, TransferTimeout)) and getattr(error, "status", "") not in GONE
+            late = time.monotonic() + pause > deadline
+            if late and hung_up and again:
+                raise TransferTimeout("the peer hangs up again and again", status="BUSY") from None
+            if late or not again:
+                raise
+        hung_up = hung_up or time.monotonic() < limit
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_S)
+
+
+def failure(sock: socket.socket) -> PeerLost | None:
+    """Why an encrypted stream ended, where it was not the peer's end. ``None`` also for any other stream."""
+    return getattr(sock, "failure", None)
+
+
+def prepare(tls: bool | TlsOptions, secret: bytes, device: str) -> Tls | None:
+    """The ``Tls`` for a device's argument ``tls``; ``None`` if it is off."""
+    if not tls:
+        return None
+    from .tls.handshake import Tls  # compiles more kernels
+
+    return Tls(tls if isinstance(tls, TlsOptions) else TlsOptions(), secret, device)
+
+
+ANSWER_TIMEOUT_S = 60.0
+"""Seconds that a living peer has for its answer. The answer needs a Python thread there, and another one may hold the GIL. A
+process that does not run at all is lost after ``peer_timeout``."""
+
+
+class Questions:
+    """The unanswered questions of one channel. An answer has the question's kind plus one, and the same number. Thread-safe. It
+    does not refer to the channel, which would else stay alive."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._asked: dict[tuple[int, int], threading.Event] = {}
+        self._numbers = itertools.count(1)
+
+    def number(self) -> int:
+        """A fresh number, for a question that is not about a numbered thing such as a region."""
+        return next(self._numbers)
+
+    def ask(
+        self, channel: Any, send: Callable[[int, int], None], kind: int, number: int, known: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Call ``send(kind, number)`` over our ``Channel``, and wait until the answer has come or ``known()`` is true without
+        it. Never call this on the thread that hears the peer. Raises the error that ended the channel, and
+        ``TransferTimeout``."""
+        answer = kind + 1, number
+        answered = self._asked.setdefault(answer, threading.Event())
+
+        def over() -> bool:
+            return answered.is_set() or channel.error is not None or known()
+
+        try:
+            send(kind, number)
+            with self._news:
+                heard = self._news.wait_for(over, ANSWER_TIMEOUT_S)
+        finally:
+            self._asked.pop(answer, None)
+        if channel.error is not None:
+            raise fresh(channel.error)
+        if not heard:
+            why = "the peer did not acknowledge a control message"
+            raise TransferTimeout(why, peer=channel.peer, device=channel.device.name)
+
+    def answer(self, kind: int, number: int) -> None:
+        """Enter an answer that came."""
+        with self._news:
+            if event := self._asked.get((kind, number)):
+                event.set()
+            self._news.notify_all()
+
+    def news(self) -> None:
+        """Have the waiting threads look again: ``known()`` may have changed, or the channel has ended."""
+        with self._news:
+            self._news.notify_all()

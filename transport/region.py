@@ -93,7 +93,7 @@ def refusal(why: str, peer: str, device: str) -> RemoteAccessError:
     return RemoteAccessError(why, peer=peer, device=device, status="REM_ACCESS_ERR")
 
 
-class Region:
+class Region(contextlib.AbstractContextManager["Region"]):
     """Local bytes that connected peers may read and write for as long as this object is open. ``Device.register`` makes it.
 
     It keeps its tensor alive. Regions over arena tensors are free. For other memory ``close`` tells every peer, and returns
@@ -115,9 +115,6 @@ class Region:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.deregister(self)
-
-    def __enter__(self) -> Region:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

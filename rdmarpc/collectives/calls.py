@@ -3,7 +3,7 @@
 Which way a call takes follows from its size and the number of ranks alone, so all ranks take the same:
 
 * a small ``all_reduce``: everybody sends everything to everybody, and adds up for itself;
-* a large one: everybody adds up one part, and sends that to the others, in one pass (``transport/exchange/pieces``). What
+* a large one: everybody adds up one part, and sends that to the others, in one pass (``transport/exchange/kernels``). What
   torch has to add up goes as small ones do, block by block;
 * all others: straight from the rank that has it to the rank that needs it.
 

@@ -47,7 +47,7 @@ def ports(found: list[sysfs.Found]) -> list[Finding]:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
     try:
-        port = transport.ports.choose(transport.choice.choose())
+        port = transport.ports.choose(transport.packages.choose())
     except RdmaError as error:
         return [Finding("rdma", MISSING, error.message, error.hint)]
     port.context.close()

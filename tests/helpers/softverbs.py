@@ -69,9 +69,8 @@ def play(library: str) -> None:
     global played
     played = True
     from rdmarpc.transport.nic import libibverbs, native
-    from rdmarpc.transport.nic.ibverbs import Ibverbs
     from rdmarpc.transport.nic.native import Context, MemoryRegion
-    from rdmarpc.transport.nic.pyverbs import Pyverbs
+    from rdmarpc.transport.nic.packages import Ibverbs, Pyverbs
     from rdmarpc.transport.verbs import gpudirect
 
     real, ours = libibverbs.library(), ctypes.CDLL(library, use_errno=True)

@@ -114,9 +114,6 @@ class CudaDevice(ShmDevice):
 
     # -- announcements
 
-    def _gpu_channels(self) -> list[CudaChannel]:
-        return [channel for channel in self._shm_channels() if isinstance(channel, CudaChannel)]
-
     def _introduce(self, channel: ShmChannel) -> None:
         assert isinstance(channel, CudaChannel)
         segments, parts = self.gpu.registered()
@@ -127,7 +124,7 @@ class CudaDevice(ShmDevice):
 
     def tell_all(self, tell: Callable[[CudaChannel], None]) -> None:
         """Announce something to every peer with a GPU."""
-        for channel in self._gpu_channels():
+        for channel in self.opened():
             try:
                 tell(channel)
             except PeerLost as error:
@@ -147,7 +144,7 @@ class CudaDevice(ShmDevice):
         lines = [f"  driver         CUDA {version // 1000}.{version % 1000 // 10}"]
         lines += [f"  {kind}:{index:<12} at PCI {cuda.pci_bus_id(index)}" for index in range(driver.count())]
         lines += self.gpu.explain()
-        for channel in self._gpu_channels():
+        for channel in self.opened():
             peer = channel.peer_gpus
             state = f"refused ({peer.no_ipc})" if peer.no_ipc else f"{peer.imports.opened} segments mapped"
             lines.append(f"  ipc            {channel.peer}: {state}")
@@ -166,7 +163,7 @@ class CudaDevice(ShmDevice):
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
-            for channel in self._gpu_channels():
+            for channel in self.opened():
                 try:
                     channel.tend()
                 except BaseException as error:

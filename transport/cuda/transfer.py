@@ -1,7 +1,30 @@
-"""Copies on side streams, prepared once as a job (``cuda/kernels``), so that a post is one call of a kernel.
+"""Copies on side streams, prepared once as a *job*, so that a post is one call of a kernel.
 
 Order: the copies wait for the work that the posting thread's current streams, of the GPUs that copy, were given before the
 post. The notification comes after all copies. Later posts on the same GPU come later.
+
+Neither a post nor what the driver's own thread does when the copies are over takes any Python. A *job* is a block of words
+(``JOB_*``) in private memory: the driver's functions, a *work request block* (``kernels.WR_*``: the copies between host
+memories and the notification), and a *group* (``GROUP_*``) for every GPU that copies. ``post`` enqueues for each group: an
+event on the caller's stream, the side stream's wait for it, the copies; then, behind the copies of all groups, the host
+function ``FINISH`` with the job as its argument, on the side stream of the last group.
+
+Invariants:
+
+1. after the producer: a side stream waits for the event on the caller's stream before it copies.
+2. data before count: ``FINISH`` is called when the copies before it on its stream, and those of the other groups, which that
+   stream has waited for, are in memory. It makes the copies between host memories and the notification with ``kernels.post``.
+3. no copy after abort: ``post`` enters (``kernels.enter``) before it enqueues anything, and ``FINISH`` leaves: ``inflight``
+   counts the copies from the moment that they cannot be called back. A channel that has ended meanwhile notifies nobody any
+   more. What has no copies for a GPU is not counted until ``FINISH`` runs: an abort need not wait for a stream that owes a
+   notification only.
+4. memory outlives its use: ``FINISH`` counts ``JOB_DONE`` last, and touches only that record from then on. The record belongs
+   to the lane, which is not taken down before its stream is idle.
+5. after a failure nothing is announced: once a call of the driver has failed (``JOB_RESULT``) no more copies are enqueued, but
+   ``FINISH`` still is, behind those that were, so that the count ends. Where not even that could be enqueued, the context is
+   lost and no stream of it runs on.
+
+``JOB_RESULT`` stays what it became: a job that failed, or found its channel at its end, is of no use any more.
 """
 
 from __future__ import annotations
@@ -15,12 +38,128 @@ import torch
 
 from ..channel import NOTHING, Transfer, Work, rebound
 from ..errors import RdmaError, fresh
-from ..gpu.driver import driver
+from ..gpu.driver import CU_STREAM_CAPTURE_MODE_RELAXED, driver
 from ..region import RemoteRegion
 from ..shm.transfer import PreparedRequest
 from ..words import kernels
-from . import kernels as at
+from ..words.atomics import call, fetch_add, load_acquire, store_release
+from ..words.compiled import compiled, compiled_callback
+from ..words.kernels import CLOSED, OK, enter
+from ..words.kernels import post as finish_host
+from ..words.signals import signal
+from ..words.symbols import i64, void
 from .lane import Lane
+
+JOB_WR, JOB_DONE, JOB_TABLE, JOB_COPIES, JOB_INFLIGHT, JOB_RESULT, JOB_SCRATCH, JOB_MODE, JOB_GROUPS, JOB_HEAD = range(10)
+"""The work request block; the lane's record; the functions; whether GPUs copy; where ``FINISH`` leaves; how it went (``OK``,
+``CLOSED``, or the driver's error); a word for answers of the driver; the mode of captures (``Driver.relaxed``); how many
+groups; the first of them."""
+GROUP_CONTEXT, GROUP_STREAM, GROUP_AFTER, GROUP_EVENT, GROUP_COUNT, GROUP_HEAD = range(6)
+"""The device's context, the side stream, the caller's stream, an event of the lane; then (destination, source, bytes) a
+copy."""
+PUSH, POP, MODE, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH = range(9)
+"""The table of functions, as ``TABLE`` names them, and the address of ``finish``."""
+TABLE = (
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamIsCapturing",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuMemcpyAsync",
+    "cuLaunchHostFunc",
+)
+CAPTURED = 900
+"""``CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED``."""
+NOT_STARTED = 1 << 32
+"""Added to an error of ``post`` after which ``FINISH`` will not run."""
+
+
+@compiled(i64(i64, i64))
+def _word(block: int, at: int) -> int:
+    return load_acquire(block + 8 * at)
+
+
+@compiled(i64(i64, i64, i64, i64))
+def _group(job: int, group: int, table: int, status: int) -> int:
+    """Enqueue one group's wait and copies in its context, which is current then; the first error."""
+    stream, event, scratch = _word(group, GROUP_STREAM), _word(group, GROUP_EVENT), job + 8 * JOB_SCRATCH
+    if status == 0:
+        store_release(scratch, 0)
+        status = call(_word(table, CAPTURING), _word(group, GROUP_AFTER), scratch, 0, 0)
+        # Our stream would become a part of the graph, and the copies too.
+        status = CAPTURED if status == 0 and load_acquire(scratch) != 0 else status
+    if status == 0:
+        status = call(_word(table, RECORD), event, _word(group, GROUP_AFTER), 0, 0)
+    if status == 0:
+        status = call(_word(table, AWAIT), stream, event, 0, 0)
+    at = group + 8 * GROUP_HEAD
+    for _ in range(_word(group, GROUP_COUNT)):
+        if status != 0:
+            break
+        status = call(_word(table, COPY), load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stream)
+        at += 24
+    return status
+
+
+@compiled(i64(i64))
+def post(job: int) -> int:
+    """Enqueue a job whose last post is done (one without copies: any). ``OK``; ``CLOSED``; or the driver's error, with
+    ``NOT_STARTED`` or else ``FINISH`` runs all the same. The caller holds the locks of all its lanes."""
+    inflight = enter(_word(job, JOB_WR))
+    if inflight == 0:
+        return CLOSED
+    if _word(job, JOB_COPIES) == 0:
+        fetch_add(inflight, -1)
+        inflight = 0
+    store_release(job + 8 * JOB_INFLIGHT, inflight)
+    table, groups, scratch = _word(job, JOB_TABLE), _word(job, JOB_GROUPS), job + 8 * JOB_SCRATCH
+    status, group, mode = 0, job + 8 * JOB_HEAD, job + 8 * JOB_MODE
+    store_release(mode, CU_STREAM_CAPTURE_MODE_RELAXED)
+    call(_word(table, MODE), mode, 0, 0, 0)
+    for number in range(groups):
+        pushed = call(_word(table, PUSH), _word(group, GROUP_CONTEXT), 0, 0, 0)
+        status = _group(job, group, table, status if status != 0 else pushed)
+        if pushed == 0 and number < groups - 1:
+            # Again the same event: the wait above stands for its recording of then.
+            failed = call(_word(table, RECORD), _word(group, GROUP_EVENT), _word(group, GROUP_STREAM), 0, 0)
+            status = status if status != 0 else failed
+        elif pushed == 0:
+            earlier = job + 8 * JOB_HEAD
+            for _ in range(groups - 1):
+                failed = call(_word(table, AWAIT), _word(group, GROUP_STREAM), _word(earlier, GROUP_EVENT), 0, 0)
+                status = status if status != 0 else failed
+                earlier += 8 * (GROUP_HEAD + 3 * _word(earlier, GROUP_COUNT))
+            if status != 0:
+                store_release(job + 8 * JOB_RESULT, status)
+            launched = call(_word(table, LAUNCH), _word(group, GROUP_STREAM), _word(table, FINISH), job, 0)
+            if launched != 0:
+                status = launched | NOT_STARTED
+        else:
+            status |= NOT_STARTED
+        if pushed == 0:
+            call(_word(table, POP), scratch, 0, 0, 0)
+        group += 8 * (GROUP_HEAD + 3 * _word(group, GROUP_COUNT))
+    call(_word(table, MODE), mode, 0, 0, 0)  # as it was
+    if status >= NOT_STARTED:
+        store_release(job + 8 * JOB_RESULT, status & (NOT_STARTED - 1))
+        if inflight != 0 and groups == 1:  # the streams of other GPUs may still run: then it stays counted
+            fetch_add(inflight, -1)
+    return status
+
+
+@compiled_callback(void(i64))
+def finish(job: int) -> None:
+    """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
+    inflight, done = _word(job, JOB_INFLIGHT), _word(job, JOB_DONE)
+    if _word(job, JOB_RESULT) == OK:
+        result = finish_host(_word(job, JOB_WR))
+        if result != OK:
+            store_release(job + 8 * JOB_RESULT, result)
+    if inflight != 0:
+        fetch_add(inflight, -1)
+    signal(done, 0)
+
 
 Side = tuple[RemoteRegion, torch.Tensor, bool]
 """The remote range, the local tensor, and whether the copy is a WRITE."""
@@ -31,8 +170,8 @@ _table: list[np.ndarray] = []
 
 def _functions() -> int:
     if not _table:
-        found = [driver().function(name) for name in at.TABLE]
-        _table.append(np.array([*found, at.finish.address], np.int64))
+        found = [driver().function(name) for name in TABLE]
+        _table.append(np.array([*found, finish.address], np.int64))
     return int(_table[0].ctypes.data)
 
 
@@ -72,15 +211,15 @@ class CudaJob(PreparedRequest):
         self.block[kernels.WR_BYTES] += sum(nbytes for _, copies in groups for _, _, nbytes in copies)
         self.lanes = [lane for lane, _ in groups]
         self._after: list[tuple[int, Lane]] = []
-        words = [0] * at.JOB_HEAD
-        words[at.JOB_WR], words[at.JOB_DONE] = self.address, self.lanes[-1].done
-        words[at.JOB_TABLE], words[at.JOB_GROUPS] = _functions(), len(groups)
-        words[at.JOB_COPIES] = sum(len(copies) for _, copies in groups)
+        words = [0] * JOB_HEAD
+        words[JOB_WR], words[JOB_DONE] = self.address, self.lanes[-1].done
+        words[JOB_TABLE], words[JOB_GROUPS] = _functions(), len(groups)
+        words[JOB_COPIES] = sum(len(copies) for _, copies in groups)
         for lane, copies in groups:
-            self._after.append((len(words) + at.GROUP_AFTER, lane))
-            head = [0] * at.GROUP_HEAD
-            head[at.GROUP_CONTEXT], head[at.GROUP_STREAM] = lane.context, lane.stream
-            head[at.GROUP_EVENT], head[at.GROUP_COUNT] = lane.event, len(copies)
+            self._after.append((len(words) + GROUP_AFTER, lane))
+            head = [0] * GROUP_HEAD
+            head[GROUP_CONTEXT], head[GROUP_STREAM] = lane.context, lane.stream
+            head[GROUP_EVENT], head[GROUP_COUNT] = lane.event, len(copies)
             words += [*head, *(word for copy in copies for word in copy)]
         self._words = np.array(words, np.uint64).view(np.int64)  # addresses of a GPU may use all 64 bits
         self._job = int(self._words.ctypes.data)
@@ -95,22 +234,22 @@ class CudaJob(PreparedRequest):
                     held.enter_context(each.lock)
             for word, each in self._after:
                 self._words[word] = each.caller()
-            status = at.post(self._job) if lane.stream else kernels.CLOSED
-            ticket = lane.keep(self, things) if 0 <= status < at.NOT_STARTED else 0
+            status = post(self._job) if lane.stream else kernels.CLOSED
+            ticket = lane.keep(self, things) if 0 <= status < NOT_STARTED else 0
         if status:
-            raise self._failed(status & (at.NOT_STARTED - 1) if status > 0 else status)
+            raise self._failed(status & (NOT_STARTED - 1) if status > 0 else status)
         return CudaWork(lane, ticket, self)
 
     @property
     def failed(self) -> bool:
         """Whether it is of no use any more."""
-        return bool(self._words[at.JOB_RESULT])
+        return bool(self._words[JOB_RESULT])
 
     def error(self) -> RdmaError | None:
         """How it went."""
         if status := self.lanes[-1].status:
             return self._channel.error or RdmaError("a GPU failed", peer=self._channel.peer, device="cuda", status=status)
-        result = int(self._words[at.JOB_RESULT])
+        result = int(self._words[JOB_RESULT])
         return self._failed(result) if result else None
 
     def _failed(self, result: int) -> RdmaError:
@@ -118,7 +257,7 @@ class CudaJob(PreparedRequest):
             return self._channel.ended()
         status = driver().name(result)
         hint = "the GPU's memory was freed, or a kernel before it failed"
-        if result == at.CAPTURED:
+        if result == CAPTURED:
             hint = "the current stream is being captured into a CUDA graph: post before or after that"
         return RdmaError(
             f"the driver refused a copy: {status}", peer=self._channel.peer, device="cuda", status=status, hint=hint
@@ -126,7 +265,7 @@ class CudaJob(PreparedRequest):
 
     def lost(self) -> None:
         """The driver will not call ``finish`` any more: what this job has under way is not, either."""
-        inflight = int(self._words[at.JOB_INFLIGHT])
+        inflight = int(self._words[JOB_INFLIGHT])
         if inflight:
             kernels.add(inflight, -1)
 

@@ -5,6 +5,6 @@ of our own that is posted to others."""
 # ruff: noqa: F401
 
 from ..words.atomics import fold_code
+from .kernels import CLOSED, MISMATCH, OK
 from .lane import NUMBERS, Lane
-from .layout import CLOSED, MISMATCH, OK
 from .streams import COPY_PAST, NOTHING, Fold, Head, Plan, Span, Streams, streams

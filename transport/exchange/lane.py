@@ -22,7 +22,7 @@ from ..memory.mapping import discard
 from ..region import RemoteRegion
 from ..shm.transfer import ShmTransfer
 from ..words import kernels as words
-from .layout import HEADER
+from .kernels import HEADER
 
 NOTICE_BYTES = 1024
 _OFFER_BYTES = 256

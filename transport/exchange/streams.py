@@ -17,10 +17,8 @@ from ..words import kernels as words
 from ..words.atomics import FOLD_BYTES
 from ..words.signals import BELL_BYTES
 from . import kernels
-from . import layout as at
+from .kernels import CALL_WORDS, CLOSED, HEADER, LANE_WORDS, TIMEOUT, folder
 from .lane import Lane
-from .layout import CALL_WORDS, CLOSED, HEADER, LANE_WORDS, TIMEOUT
-from .pieces import folder
 
 Span = tuple[int, int]
 """Address and bytes."""
@@ -86,17 +84,17 @@ class Streams:
         self.address = int(self.words.ctypes.data)
         self._spare = np.zeros(len(self.lanes) + 3 + FOLD_BYTES // 4, np.int64)
         bell_address = device.memory.bells + bell * BELL_BYTES
-        self.words[: at.CALL_BUDGET + 1] = len(self.lanes), self.piece, first.few, bell_address, words.SPIN
-        self.words[at.CALL_TABLE] = self._spare.ctypes.data
+        self.words[: kernels.CALL_BUDGET + 1] = len(self.lanes), self.piece, first.few, bell_address, words.SPIN
+        self.words[kernels.CALL_TABLE] = self._spare.ctypes.data
         self._spare[1] = self._spare.ctypes.data + 8 * (len(self.lanes) + 3)
-        self.words[at.CALL_FOLDER] = folder.address
-        self.words[at.CALL_RANK] = rank
+        self.words[kernels.CALL_FOLDER] = folder.address
+        self.words[kernels.CALL_RANK] = rank
         for number, (rank_there, lane) in enumerate(self.lanes.items()):
             row = CALL_WORDS + LANE_WORDS * number
-            self.words[row + at.LANE_ARRIVED] = lane.arrived
-            self.words[row + at.LANE_CREDITED] = lane.credited
-            self.words[row + at.LANE_RANK] = rank_there
-            self.words[row + at.LANE_NOTIFY], self.words[row + at.LANE_CREDIT] = self._blocks(lane)
+            self.words[row + kernels.LANE_ARRIVED] = lane.arrived
+            self.words[row + kernels.LANE_CREDITED] = lane.credited
+            self.words[row + kernels.LANE_RANK] = rank_there
+            self.words[row + kernels.LANE_NOTIFY], self.words[row + kernels.LANE_CREDIT] = self._blocks(lane)
         self._slots: dict[int, memoryview] = {}
         self._ints = memoryview(self.words)
         self._rows = {rank: CALL_WORDS + LANE_WORDS * number for number, rank in enumerate(self.order)}
@@ -111,8 +109,8 @@ class Streams:
         """Where the slots of a lane are, and how many."""
         lane, row = self.lanes[rank], self._rows[rank]
         self._slots[rank] = memoryview(lane.slots.numpy())
-        self.words[row + at.LANE_IN], self.words[row + at.LANE_IN_DEPTH] = lane.slots.data_ptr(), lane.in_depth
-        self.words[row + at.LANE_OUT], self.words[row + at.LANE_OUT_DEPTH] = lane.mapped, lane.out_depth
+        self.words[row + kernels.LANE_IN], self.words[row + kernels.LANE_IN_DEPTH] = lane.slots.data_ptr(), lane.in_depth
+        self.words[row + kernels.LANE_OUT], self.words[row + kernels.LANE_OUT_DEPTH] = lane.mapped, lane.out_depth
 
     def offer(self, plan: Plan) -> None:
         """Before a call whose plan ``changes``. Raises ``ArenaFull``, ``PeerLost``."""
@@ -128,7 +126,7 @@ class Streams:
             lane.change_out(limit, check) if out else lane.change_in()
             self._place(rank)
         if plan.deepens:
-            self.words[at.CALL_DEPTH] = self._most
+            self.words[kernels.CALL_DEPTH] = self._most
 
     def _grows(self, rank: int, outs: int, ins: int) -> list[tuple[int, bool]]:
         """Of a call with so many pieces to and from a rank."""
@@ -164,7 +162,7 @@ class Streams:
         chunks = -(-part // chunk)
         numbers = [code, elements, fold, 0, 0, nbytes, 0, part, chunk, chunks, int(nbytes >= _PAST)]
         grows = [each for rank in self.order for each in self._grows(rank, 2 * chunks, 2 * chunks)]
-        deepens = self.words[at.CALL_DEPTH] < min(2 * chunks, self._most)
+        deepens = self.words[kernels.CALL_DEPTH] < min(2 * chunks, self._most)
         return Plan(numbers + [0, nbytes, 2 * chunks] * 2 * len(self.lanes), grows, deepens=bool(deepens))
 
     def begin(self, plan: Plan, sequence: int, source: int = 0, target: int = 0, *, patient: bool = False) -> None:
@@ -175,7 +173,7 @@ class Streams:
     @property
     def head(self) -> Head:
         """Of the call under way."""
-        return Head(*self.words[at.CALL_SEQUENCE : at.CALL_COUNT + 1].tolist())
+        return Head(*self.words[kernels.CALL_SEQUENCE : kernels.CALL_COUNT + 1].tolist())
 
     def advance(self, slice_ns: int) -> int:
         """Go on for at most ``slice_ns``: ``OK``, ``TIMEOUT`` or, with ``at_fault``, ``MISMATCH`` or
@@ -193,26 +191,26 @@ class Streams:
 
     def at_fault(self) -> int:
         """The rank that ``MISMATCH`` or ``CLOSED`` is about."""
-        return self.order[int(self.words[at.CALL_LANE])]
+        return self.order[int(self.words[kernels.CALL_LANE])]
 
     def needs(self, rank: int) -> bool:
         """Whether the call under way waits for this rank: for its pieces, or for room in its slots."""
-        return self.awaits(rank) or self._word(rank, at.LANE_PUSHED) < self._word(rank, at.LANE_PUSH)
+        return self.awaits(rank) or self._word(rank, kernels.LANE_PUSHED) < self._word(rank, kernels.LANE_PUSH)
 
     def awaits(self, rank: int) -> bool:
         """Whether the call under way has still to hear from this rank: its next piece is not here."""
-        left = self._word(rank, at.LANE_PULLED) < self._word(rank, at.LANE_PULL)
-        return left and words.load(self.lanes[rank].arrived) <= self._word(rank, at.LANE_TAKEN)
+        left = self._word(rank, kernels.LANE_PULLED) < self._word(rank, kernels.LANE_PULL)
+        return left and words.load(self.lanes[rank].arrived) <= self._word(rank, kernels.LANE_TAKEN)
 
     def full(self, rank: int) -> bool:
         """Whether the call under way waits for room in the slots of this rank."""
-        left = self._word(rank, at.LANE_PUSHED) < self._word(rank, at.LANE_PUSH)
-        used = self._word(rank, at.LANE_SENT) - words.load(self.lanes[rank].credited)
+        left = self._word(rank, kernels.LANE_PUSHED) < self._word(rank, kernels.LANE_PUSH)
+        used = self._word(rank, kernels.LANE_SENT) - words.load(self.lanes[rank].credited)
         return left and used >= self.lanes[rank].out_depth
 
     def header(self, rank: int) -> tuple[Head, int] | None:
         """The head of the next piece that has come from this rank, and the bytes of its message; ``None``: none has come."""
-        lane, taken = self.lanes[rank], self._word(rank, at.LANE_TAKEN)
+        lane, taken = self.lanes[rank], self._word(rank, kernels.LANE_TAKEN)
         if words.load(lane.arrived) <= taken:
             return None
         sequence, code, nbytes, count = _PIECE_HEAD.unpack_from(self._slots[rank], taken % lane.in_depth * lane.stride)
@@ -220,7 +218,7 @@ class Streams:
 
     def expected(self, rank: int) -> int:
         """The bytes of the message that the call under way expects from this rank."""
-        return self._word(rank, at.LANE_TO_BYTES)
+        return self._word(rank, kernels.LANE_TO_BYTES)
 
 
 class PostedStreams(Streams):
@@ -255,9 +253,9 @@ class PostedStreams(Streams):
     def begin(self, plan: Plan, sequence: int, source: int = 0, target: int = 0, *, patient: bool = False) -> None:
         super().begin(plan, sequence, source, target, patient=patient)
         for rank, lane in self.lanes.items():
-            if rank not in self._out and self._word(rank, at.LANE_PUSH):
+            if rank not in self._out and self._word(rank, kernels.LANE_PUSH):
                 out = self._out[rank] = self._device.empty((lane.stride * lane.out_depth,), dtype=torch.uint8)
-                self.words[self._rows[rank] + at.LANE_OUT] = out.data_ptr()
+                self.words[self._rows[rank] + kernels.LANE_OUT] = out.data_ptr()
 
     def advance(self, slice_ns: int) -> int:
         slept = False
@@ -266,7 +264,7 @@ class PostedStreams(Streams):
             status = kernels.exchange(self.address, 0, self.port)
             for number, rank in enumerate(self.order):
                 if not self._post(rank):
-                    self.words[at.CALL_LANE] = number
+                    self.words[kernels.CALL_LANE] = number
                     return CLOSED
             if status != TIMEOUT:
                 return status
@@ -278,13 +276,13 @@ class PostedStreams(Streams):
             slept = True
 
     def needs(self, rank: int) -> bool:
-        return super().needs(rank) or self._sent[rank] < self._word(rank, at.LANE_SENT)
+        return super().needs(rank) or self._sent[rank] < self._word(rank, kernels.LANE_SENT)
 
     def _post(self, rank: int) -> bool:
         """Post what the loop has written to a rank, and taken from it. ``False``: the lane is closed."""
         lane = self.lanes[rank]
         try:
-            while (sent := self._sent[rank]) < self._word(rank, at.LANE_SENT):
+            while (sent := self._sent[rank]) < self._word(rank, kernels.LANE_SENT):
                 lane.channel.check()
                 slot = sent % lane.out_depth
                 earlier = self._posted.get((rank, slot))
@@ -296,7 +294,7 @@ class PostedStreams(Streams):
             if lane.channel.error is None:
                 raise
             return False
-        while self._taken[rank] < self._word(rank, at.LANE_TAKEN):
+        while self._taken[rank] < self._word(rank, kernels.LANE_TAKEN):
             self._taken[rank] += 1
             try:
                 lane.credit.post()
@@ -307,7 +305,7 @@ class PostedStreams(Streams):
 
     def _transfer(self, rank: int, lane: Lane, slot: int) -> Transfer:
         start = slot * lane.stride
-        nbytes = HEADER + _PIECE_BYTES.unpack_from(self._out[rank][start : start + HEADER].numpy(), 8 * at.HEAD_PIECE)[0]
+        nbytes = HEADER + _PIECE_BYTES.unpack_from(self._out[rank][start : start + HEADER].numpy(), 8 * kernels.HEAD_PIECE)[0]
         size = next((each for each in _CLASSES if nbytes <= each <= lane.stride), lane.stride)
         found = self._transfers.get((rank, slot, size))
         if found is None:

@@ -25,8 +25,7 @@ import torch
 from ..errors import RegistrationError
 from ..memory.memory import Memory, withdraw
 from ..region import Region, local_bytes
-from . import driver as cuda_driver
-from .driver import current_stream, driver
+from .driver import current_stream, driver, kind
 from .ipc import Exports
 from .pins import Pins
 
@@ -50,7 +49,7 @@ class GpuArena:
 
     def __init__(self, memory: Memory) -> None:
         self.memory, self.uid, self.epoch = memory, memory.uid, memory.epoch
-        self.kind = cuda_driver.kind()
+        self.kind = kind()
         self.pins = Pins()
         """The pinned segments of the host arena."""
         self.devices: list[Any] = []
@@ -165,10 +164,6 @@ class GpuArena:
 
     def _listeners(self) -> list[Any]:
         return [device for device in list(self.devices) if not device.closed]
-
-    def let_go(self, address: int) -> None:
-        """The segment of the host arena at this address is about to be unmapped."""
-        self.pins.let_go(address)
 
     def release(self) -> None:
         """Unpin the host arena, if no device stands on this any more and nothing of theirs is under way."""

@@ -42,7 +42,6 @@ CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118
 CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED = 124
 CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX = 0
 CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER = 100
-CUDA_SUCCESS, CUDA_ERROR_NOT_READY = 0, 600
 IPC_HANDLE_BYTES = 64
 
 
@@ -95,8 +94,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 class Driver:
-    """One process's view of the driver. Thread-safe. Each function of ``_SIGNATURES`` is a method that raises ``RdmaError``
-    with the name of what the driver answered; the ``try_`` form returns that name, empty for success."""
+    """One process's view of the driver. Thread-safe. ``call`` and ``attempt`` call the functions of ``_SIGNATURES`` by
+    name."""
 
     def __init__(self, library: str) -> None:
         try:

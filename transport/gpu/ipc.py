@@ -149,10 +149,7 @@ class Imports:
 def imports_of(owner: int) -> Imports:
     """The one table of a peer, by the ``owner`` of its descriptors."""
     with _peers_lock:
-        found = _peers.get(owner)
-        if found is None:
-            found = _peers[owner] = Imports()
-        return found
+        return _peers.setdefault(owner, Imports())
 
 
 _peers: weakref.WeakValueDictionary[int, Imports] = weakref.WeakValueDictionary()

@@ -12,13 +12,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from ctypes import c_void_p
-from typing import TYPE_CHECKING
 
 from ..errors import ArenaFull, RdmaError
+from ..memory.arena import Segment
 from .driver import CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_READ_ONLY, driver
-
-if TYPE_CHECKING:
-    from ..memory.arena import Segment
 
 
 class _Registration:

@@ -26,7 +26,7 @@ import torch
 
 from ..channel import Channel, Mapped
 from ..errors import NotSupported, PeerLost, TransferTimeout
-from ..peers.questions import ANSWER_TIMEOUT_S
+from ..listening import ANSWER_TIMEOUT_S
 from ..region import RemoteRegion
 from ..words import kernels
 from .driver import CU_STREAM_WAIT_VALUE_GEQ, CU_STREAM_WRITE_VALUE_DEFAULT, current_stream, driver

@@ -25,8 +25,8 @@ from math import prod
 import torch
 
 from ..errors import ArenaFull, RdmaError
-from ..sandboxed import REFUSED
-from . import children
+from ..peers.guard import REFUSED
+from .mapping import Shown, leave, watch
 
 ALIGN = 64
 SEGMENT_BYTES = 64 << 20
@@ -277,7 +277,7 @@ class Arena:
         # Filled by weak reference callbacks, which run anywhere, even inside ``allocate``: append only, no lock.
         self._returned: deque[Block] = deque()
         self._by_address: tuple[list[int], list[Segment]] = ([], [])  # replaced, never changed
-        children.watch(self)
+        watch(self)
 
     @property
     def segments(self) -> list[Segment]:
@@ -394,17 +394,17 @@ class Arena:
             found[lease.purpose] = found.get(lease.purpose, 0) + lease.block.nbytes
         return found
 
-    def shown(self) -> list[children.Shown]:
+    def shown(self) -> list[Shown]:
         """The live tensors in shared memory that code of the user may see. Takes no lock."""
         found = []
         for address, lease in self._leases.copy().items():  # what the collector frees meanwhile goes from the table
             if lease.purpose != RINGS and lease.block.segment.shared and (view := lease()) is not None:
-                found.append(children.Shown(address, lease.block.nbytes, view))
+                found.append(Shown(address, lease.block.nbytes, view))
         return found
 
     def close(self) -> None:
         """Let go of the segments: each lives for as long as a tensor over it is held. Idempotent."""
-        children.leave(self.shown())
+        leave(self.shown())
         with self._lock:
             self._new_segment, self._drop_segment = _closed, Segment.close
             for pool in {segment.pool for segment in self.segments}:

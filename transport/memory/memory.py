@@ -6,6 +6,7 @@ peers of each of them. Locks: a device may take ours while it holds its own, nev
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArenaFull, RdmaError
+from ..peers.auth import Identity, uid_of
 from ..peers.guard import hint_for
-from ..peers.identity import Identity, uid_of
 from ..region import Region, local_bytes
 from ..words.signals import BELL_BYTES, BELLS
 from .arena import READ, Arena, Pool, Segment
@@ -185,7 +186,7 @@ class Memory:
         for device in devices:
             device.forget_segment(segment)
         if self.gpu is not None:
-            self.gpu.let_go(segment.address)
+            self.gpu.pins.let_go(segment.address)
         segment.close()
 
     def _newest_first(self) -> list[Listener]:
@@ -224,11 +225,9 @@ class Memory:
     def explain(self) -> list[str]:
         """Lines for people: what pages there are, and how much is used."""
         setting = "shmem_enabled" if self.shared else "enabled"
-        try:
-            with open(f"/sys/kernel/mm/transparent_hugepage/{setting}") as file:
-                mode = file.read().split("[")[1].split("]")[0]
-        except (OSError, IndexError):
-            mode = "unknown"
+        mode = "unknown"
+        with contextlib.suppress(OSError, IndexError), open(f"/sys/kernel/mm/transparent_hugepage/{setting}") as file:
+            mode = file.read().split("[")[1].split("]")[0]
         huge = mode in (("advise", "always", "within_size", "force") if self.shared else ("always",))
         pages = "2 MiB where possible" if huge else "4 KiB only"
         return [

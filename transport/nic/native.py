@@ -34,13 +34,21 @@ from typing import Any
 from ..errors import NotSupported, RdmaError
 from ..memory import mapping
 from ..words import layout as at
-from .attributes import LOCAL, REMOTE_READ, REMOTE_WRITE, DeviceAttr, PortAttr, Route
-from .ibverbs import Ibverbs
-from .libibverbs import LINK_LAYERS, library
-from .pyverbs import Pyverbs
-from .status import event_name, failure, registration_failure
+from .libibverbs import (
+    LINK_LAYERS,
+    LOCAL,
+    REMOTE_READ,
+    REMOTE_WRITE,
+    DeviceAttr,
+    PortAttr,
+    Route,
+    event_name,
+    failure,
+    library,
+    registration_failure,
+)
+from .packages import Package
 
-Package = Pyverbs | Ibverbs
 MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 """Bytes to ``enum ibv_mtu``."""
 _BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}

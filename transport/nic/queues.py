@@ -14,12 +14,11 @@ import numpy as np
 
 from ..errors import NotSupported, RdmaError
 from ..notify import wait_done
-from ..sandboxed import naming
+from ..peers.guard import naming
 from ..words import completions, kernels
 from ..words import layout as at
-from .attributes import DeviceAttr
+from .libibverbs import DeviceAttr, error_of
 from .native import Context, QueuePair
-from .status import error_of
 
 LANES = 1 << 13
 """Queue pairs that a device can have."""

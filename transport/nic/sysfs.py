@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..peers.address import interface_address
-from ..sandboxed import processors
-from .attributes import Gid
+from ..peers.guard import processors
 
 ROOT = "/sys/class/infiniband"
 NETWORK = "/sys/class/net"
 NODES = "/sys/devices/system/node"
 _EMPTY = (b"", b"0000:0000:0000:0000:0000:0000:0000:0000\n")
 _KINDS = {"IB/RoCE v1": "RoCEv1", "RoCE v2": "RoCEv2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """An entry of a port's GID table. ``kind``: ``"IB"``, ``"RoCEv1"`` or ``"RoCEv2"``; ``netdev``: the network interface,
+    or ``""``."""
+
+    index: int
+    raw: bytes
+    kind: str
+    netdev: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +66,15 @@ def ports(device: str) -> list[int]:
 def gids(device: str, port: int) -> list[Gid]:
     """The entries in use of a port's GID table. (A table may have a thousand entries, nearly all of them empty, and each
     is a file: no more is done for one than must be.)"""
-    table = os.path.join(ROOT, device, "ports", str(port))
     try:
-        folder = os.open(os.path.join(table, "gids"), os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(os.path.join(ROOT, device, "ports", str(port), "gids"), os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return []
-    used = []
     try:
-        for name in os.listdir(folder):
-            if _read_entry(name, folder) not in _EMPTY:
-                used.append(int(name))
+        used = sorted(int(name) for name in os.listdir(folder) if _read_entry(name, folder) not in _EMPTY)
     finally:
         os.close(folder)
-    return [found for found in (gid(device, port, index) for index in sorted(used)) if found is not None]
+    return [found for index in used if (found := gid(device, port, index)) is not None]
 
 
 def gid(device: str, port: int, index: int) -> Gid | None:
@@ -117,26 +124,16 @@ def _port(device: str, number: int) -> Found:
 def _interfaces(device: str, number: int) -> list[str]:
     """The network interfaces that the GID table does not name: those of an InfiniBand port (IPoIB), and the one below a
     software device."""
-    found = [_read(ROOT, device, "parent")]
-    for name in _list(ROOT, device, "device", "net"):
-        port = _read(NETWORK, name, "dev_port")
-        if port and int(port) == number - 1:
-            found.append(name)
-    return [name for name in found if name]
+    names = _list(ROOT, device, "device", "net")
+    found = [name for name in names if _read(NETWORK, name, "dev_port") == str(number - 1)]
+    return [name for name in (_read(ROOT, device, "parent"), *found) if name]
 
 
 def _read_entry(name: str, folder: int) -> bytes:
     """The first bytes of a file in an open folder, none if it cannot be read."""
-    try:
-        entry = os.open(name, os.O_RDONLY, dir_fd=folder)
-    except OSError:
-        return b""
-    try:
-        return os.read(entry, 64)
-    except OSError:
-        return b""
-    finally:
-        os.close(entry)
+    with suppress(OSError), open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb", buffering=0) as entry:
+        return entry.read(64)
+    return b""
 
 
 def _after_colon(text: str) -> str:
@@ -151,15 +148,12 @@ def _span(text: str) -> set[int]:
 
 def _read(*parts: str) -> str:
     """The text of a file, empty if there is none (or the entry of a table is not in use: EINVAL)."""
-    try:
-        with open(os.path.join(*parts)) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    with suppress(OSError), open(os.path.join(*parts)) as file:
+        return file.read().strip()
+    return ""
 
 
 def _list(*parts: str) -> list[str]:
-    try:
+    with suppress(OSError):
         return os.listdir(os.path.join(*parts))
-    except OSError:
-        return []
+    return []

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import NotSupported
-from ..sandboxed import naming
+from .guard import naming
 
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # reserved for documentation
@@ -35,7 +35,7 @@ def _records() -> Iterator[tuple[str, int, str]]:
         nbytes, _ = _CONFIGURED.unpack(fcntl.ioctl(sock, _ADDRESSES, _CONFIGURED.pack(_MOST_BYTES, ctypes.addressof(there))))
         for name, raw in _RECORD.iter_unpack(there.raw[:nbytes]):
             yield name.rstrip(b"\0").decode(), _flags(sock, name), socket.inet_ntop(socket.AF_INET, raw)
-        for address, *_, last in sorted(map(str.split, _lines("/proc/net/if_inet6")), key=lambda fields: fields[1]):
+        for address, *_, last in sorted(map(str.split, lines("/proc/net/if_inet6")), key=lambda fields: fields[1]):
             with suppress(OSError):  # it has just gone
                 yield last, _flags(sock, last.encode()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 
@@ -58,11 +58,12 @@ def _flags(sock: socket.socket, name: bytes) -> int:
 def _hardware_addresses() -> list[bytes]:
     """Of all interfaces that have one."""
     with _asking() as sock:
-        names = [line.partition(":")[0].strip().encode() for line in _lines("/proc/net/dev")[2:]]
+        names = [line.partition(":")[0].strip().encode() for line in lines("/proc/net/dev")[2:]]
         return [raw for name in names if any(raw := _asked(sock, _HARDWARE, name)[2:8])]
 
 
-def _lines(path: str) -> list[str]:
+def lines(path: str) -> list[str]:
+    """Those of a file; none where it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """Mutual authentication of two ends of a fresh stream, before anything else is parsed.
 
-Each end proves two things: that it knows the job secret, and that it holds the private half of its key (``identity``). The
+Each end proves two things: that it knows the job secret, and that it holds the private half of its key (``Identity``). The
 proofs cover both keys and nonces of both ends, so none can be used a second time, elsewhere, or by somebody in between:
 
     both        magic, key, nonce (72 bytes)
@@ -14,17 +14,140 @@ of keys is spent on guessable ones.
 
 Everything has a fixed size. What follows on the stream is neither encrypted nor protected from changes by somebody in between,
 but for ``tls``.
+
+Processes that were given no secret have one for each user of a running host, in a file that this user alone can read. A process
+that can read that file can read the memory of the user's processes as well, so trusting it loses nothing. The first process
+that needs the file makes it, in ``XDG_RUNTIME_DIR`` or ``/tmp/rdmarpc-UID``, and it stays. Its name holds the kernel's boot id,
+so each boot has a new one, and hosts that share the folder have one each. No process has to pass it on or remove it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import os
 import secrets
 import socket
+import stat
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from ..errors import AuthenticationError, PeerLost, TransferTimeout
-from .identity import KEY_BYTES, Identity, uid_of
+from .address import lines
+
+_BYTES, _MOST_BYTES = 32, 4096
+
+
+def user_secret() -> tuple[bytes, Path]:
+    """The secret (64 hexadecimal digits) and its file. ``AuthenticationError`` where there is no folder that is this user's
+    alone, or the file is not."""
+    (boot,) = lines("/proc/sys/kernel/random/boot_id") or ["any-boot"]  # where a sandbox hides it, one secret serves for all
+    path = _folder() / f"secret-{boot}"
+    with contextlib.suppress(FileNotFoundError):
+        return read_private(path), path
+    _make(path)
+    return read_private(path), path
+
+
+def read_private(path: str | Path) -> bytes:
+    """The content (without white space around it) of a file that only this user, or root, may read or write. Raises
+    ``AuthenticationError`` for any other file, and ``FileNotFoundError``."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise AuthenticationError(f"the secret in {path} cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o077:
+            why = f"the secret in {path} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+            raise AuthenticationError(why, hint=f"chmod 600 {path}")
+        return os.read(fd, _MOST_BYTES).strip()
+    finally:
+        os.close(fd)
+
+
+def _folder() -> Path:
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    if given and not _not_ours(Path(given)):
+        return Path(given)
+    folder = Path(f"/tmp/rdmarpc-{os.geteuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        why = _not_ours(folder)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise _nowhere(folder, why)
+    return folder
+
+
+def _not_ours(folder: Path) -> str:
+    """Why others could change what is in it; empty: they cannot."""
+    try:
+        found = os.lstat(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no folder"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    return f"its mode is {stat.S_IMODE(found.st_mode):o}, not 700" if found.st_mode & 0o077 else ""
+
+
+def _make(path: Path) -> None:
+    """Make the file. It appears under its name complete, or not at all; if several processes make it at once, one wins."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as file:
+                file.write(secrets.token_hex(_BYTES).encode())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            os.unlink(draft)
+    except OSError as error:
+        raise _nowhere(path.parent, error.strerror or str(error)) from None
+
+
+def _nowhere(folder: Path, why: str) -> AuthenticationError:
+    text = f"no job secret was given, and {folder} is no place for one that this user's processes share: {why}"
+    hint = "set XDG_RUNTIME_DIR to a folder of yours with mode 700, or RDMARPC_SECRET for all (`openssl rand -hex 32`)"
+    return AuthenticationError(text, hint=hint)
+
+
+KEY_BYTES = 32
+
+
+class Identity:
+    """A key pair. A peer that computes the same ``shared`` from its own key and ``public`` knows that it talks to the holder of
+    the private half. It lives as long as the memory it belongs to, and is never stored. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Not ``generate``: OpenSSL's generator needs getrandom, which some sandboxes forbid.
+        self._private = X25519PrivateKey.from_private_bytes(os.urandom(KEY_BYTES))
+        self.public = self._private.public_key().public_bytes_raw()
+        """The public half, which reveals nothing of the private one."""
+
+    def shared(self, public: bytes) -> bytes:
+        """The bytes that only the two holders of the private halves can compute. Raises ``AuthenticationError`` for a public
+        key with which the result is the same for everybody."""
+        try:
+            return self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError:
+            raise AuthenticationError("the peer's key is none", status="PROTOCOL") from None
+
+
+def uid_of(public: bytes) -> int:
+    """The 64 bits by which addresses and descriptors name the holder of a key. Another key with these bits is found in 2^64
+    attempts; where all 256 bits count, compare the key."""
+    return int.from_bytes(hashlib.sha256(b"uid" + public).digest()[:8], "little")
+
 
 _MAGIC = b"rdmarpc\x02"
 _NONCE, _PROOF = 32, 32
@@ -70,7 +193,7 @@ def authenticate(
     """Authenticate both ends, which both run this under the socket's timeout. Returns the peer's key. The other end has proven
     that it holds the private half.
 
-    ``expect``: the uid (``identity.uid_of``, 16 hexadecimal digits) that the other end must have; ``PeerLost`` with the status
+    ``expect``: the uid (``uid_of``, 16 hexadecimal digits) that the other end must have; ``PeerLost`` with the status
     ``STALE_ADDRESS`` if it is another one. ``binding``: what the proofs cover besides, the same at both ends, so that they hold
     for this stream alone (of a TLS session: its channel binding). Raises ``AuthenticationError`` at both ends if secrets or
     bindings differ."""

@@ -3,18 +3,25 @@
 A loop catches each error where it still knows what the error concerns (one peer, one call), ends just that, and leaves the
 telling to its ``Guard``. No thread of the package may end because something raised
 (``tests/transport/contract/test_threads.py``).
+
+What the system has too little of, and what a sandbox may forbid beyond POSIX, has another way here, or an error that names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import resource
 import threading
+from collections.abc import Iterator
 
-from ..errors import PeerLost, RdmaError
+from ..errors import NotSupported, PeerLost, RdmaError
 
+REFUSED = errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT
+"""The errors by which sandboxes and old systems refuse a system call."""
+_HINT = "a sandbox (seccomp, systemd, SELinux) forbids it: allow it there"
 _log = logging.getLogger("rdmarpc")
 _KINDS = 1000
 """So many kinds are counted one by one, all further ones as one."""
@@ -47,9 +54,23 @@ class Guard:
             _log.error("%s: %s failed %d times, the last time with %r", self._who, kind[0], count, error)
 
 
-def open_files() -> int:
-    """How many files this process may have open."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def processors() -> set[int]:
+    """The processors that this process may run on; all of the host where it may not ask."""
+    try:
+        return os.sched_getaffinity(0)
+    except OSError:
+        return set(range(os.cpu_count() or 1))
+
+
+@contextlib.contextmanager
+def naming(what: str, *, device: str, hint: str = _HINT) -> Iterator[None]:
+    """A refusal in the block is ``NotSupported`` that names ``what`` was refused."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        raise NotSupported(f"this system does not let a process use {what}: {error}", device=device, hint=hint) from error
 
 
 def have_standard_streams() -> None:
@@ -76,17 +97,16 @@ def hint_for(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and os.strerror(errno.EMFILE) in str(error):  # of a library
         number = errno.EMFILE
-    if number == errno.EMFILE:
-        return f"this process may have {open_files()} files open: raise the limit (ulimit -n)"
     if "can't start new thread" in str(error):
         return "this process, or its user, may have no more threads: raise the limit (ulimit -u; ulimit -v counts their stacks)"
-    if number == errno.ENFILE:
-        return "this host has too many files open (sysctl fs.file-max)"
-    if number == errno.ENOMEM:
-        return "this process cannot map more memory: see ulimit -v, vm.max_map_count and the limit of its container"
-    if number == errno.EFBIG:
-        return "this process may not make a file of that size, and shared memory is one: raise the limit (ulimit -f)"
-    return ""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hints = {
+        errno.EMFILE: f"this process may have {files} files open: raise the limit (ulimit -n)",
+        errno.ENFILE: "this host has too many files open (sysctl fs.file-max)",
+        errno.ENOMEM: "this process cannot map more memory: see ulimit -v, vm.max_map_count and the limit of its container",
+        errno.EFBIG: "this process may not make a file of that size, and shared memory is one: raise the limit (ulimit -f)",
+    }
+    return hints.get(number or 0, "")
 
 
 def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> RdmaError:
@@ -102,3 +122,7 @@ def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> Rd
     lost = PeerLost(why, peer=peer, device=device, status=status or "INTERNAL", hint=hint_for(error))
     lost.__cause__ = error
     return lost
+
+
+def nobody(*_: object) -> None:
+    """A callback that does nothing. It replaces the callback of an owner that has ended, which would else be kept alive."""

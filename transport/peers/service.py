@@ -1,8 +1,18 @@
-"""The thread of a device that accepts peers, hears them on their sockets, and looks for those that are silent."""
+"""The thread of a device that accepts peers, hears them on their sockets, and looks for those that are silent.
+
+Each peer that connects to the listener is welcomed on a thread of its own. Until a peer has proven that it belongs here it is
+*unproven*: a stranger must not delay the peers of this job. There are at most ``MAX_UNPROVEN`` of these: if one more comes, the
+oldest is hung up on. A peer of this job proves itself within a moment, so it is hardly ever the oldest; if it is, it connects
+again.
+
+The proof, and the rest of a handshake, have a deadline each. The thread that serves the device hangs up when it passes, however
+slowly the peer trickles; so everything in between may use the socket as if it had for ever.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -10,18 +20,133 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import PeerLost
-from ..sandboxed import REFUSED
-from .handshakes import Handshakes
+from .guard import REFUSED, nobody
 from .heartbeat import Looks
 
 IN, OUT = select.POLLIN, select.POLLOUT
 """What a socket is watched for, of poll and of epoll."""
+MAX_UNPROVEN = 128
 _JOIN_S = 5.0
 _RETRY_S = _END_PAUSE_S = 0.05
+_LOOK_S = 0.25
+_NO_DESCRIPTOR_S = 0.02
+
+
+class Handshakes:
+    """The handshakes of one device, in both directions. Owns the listener. Thread-safe; ``accept`` and ``hang_up_on_the_slow``
+    are called only by the thread that serves the device.
+
+    ``_welcome`` of the device runs on a thread for each connection; it has to call ``proven``. ``_admits`` tells whether a peer
+    may connect at all, as far as the system shows that at once. ``wake`` makes the serving thread ask again how long it may
+    sleep (``pause``).
+    """
+
+    def __init__(self, listener: socket.socket, device: Any, wake: Callable[[], None]) -> None:
+        listener.setblocking(False)
+        self.listener, self._wake = listener, wake
+        self._welcome, self._admits, self._guard = device._welcome, device._admits, device.guard
+        self._lock = threading.Lock()
+        self._deadlines: dict[socket.socket, float] = {}
+        self._unproven: dict[socket.socket, None] = {}  # the oldest first
+
+    # -- by the thread that serves the device
+
+    @property
+    def pause(self) -> float | None:
+        """The seconds that the serving thread may sleep before a handshake can be too slow; ``None``: there is none."""
+        return _LOOK_S if self._deadlines else None
+
+    def accept(self) -> None:
+        """Accept one connection, if one has come."""
+        try:
+            sock, _ = self.listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, *REFUSED):
+                self._guard.note(error, "accepting a connection")
+                time.sleep(_NO_DESCRIPTOR_S)  # the peer stays in the queue, and must not make us spin
+            return
+        try:
+            if not self._admits(sock):
+                sock.close()
+                return
+            with self._lock:
+                if len(self._unproven) >= MAX_UNPROVEN:
+                    self._hang_up(next(iter(self._unproven)))
+                self._unproven[sock] = None
+            threading.Thread(target=self._shake_hands, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+        except BaseException as error:  # also: no more threads
+            self._guard.note(error, "taking a connection in")
+            self.proven(sock)
+            sock.close()
+
+    def hang_up_on_the_slow(self) -> None:
+        if not self._deadlines:
+            return
+        now = time.monotonic()
+        with self._lock:
+            for sock in [sock for sock, deadline in self._deadlines.items() if now > deadline]:
+                self._hang_up(sock)
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        """End a stream. The thread that waits on it then reads the end, and closes the socket. The caller holds the lock, so
+        that the socket is not closed meanwhile."""
+        self._unproven.pop(sock, None)
+        self._deadlines.pop(sock, None)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    # -- by the thread of a handshake
+
+    def _shake_hands(self, sock: socket.socket) -> None:
+        try:
+            self._welcome(sock)
+        except BaseException as error:  # of a callback above us: the peer's channel has ended with it
+            self._guard.note(error, "welcoming a peer")
+            self.proven(sock)
+            sock.close()
+        finally:
+            self.proven(sock)
+
+    def proven(self, sock: socket.socket) -> None:
+        """Take a peer out of the unproven ones: it has proven itself, or its handshake has failed. Idempotent. Call it before
+        the socket is closed."""
+        with self._lock:
+            self._unproven.pop(sock, None)
+
+    @contextlib.contextmanager
+    def limited(self, sock: socket.socket, deadline: float) -> Iterator[None]:
+        """Inside the block the peer has until ``deadline`` (``time.monotonic``); then the stream is ended."""
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        with self._lock:
+            self._deadlines[sock] = deadline
+        self._wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._deadlines.pop(sock, None)
+
+    # -- the end
+
+    def hang_up(self) -> None:
+        """Hang up on all peers that are in a handshake."""
+        with self._lock:
+            for sock in {**self._deadlines, **self._unproven}:
+                self._hang_up(sock)
+
+    def end(self) -> None:
+        """Release the callbacks, after ``hang_up``. Connections that come from now on are closed."""
+        self._welcome, self._wake, self._admits = socket.socket.close, nobody, bool
+
+    def drop(self) -> None:
+        """In a forked child, close our copies of the sockets. Takes no lock, as a thread of the parent may hold it."""
+        for sock in {**self._deadlines, **self._unproven}:
+            sock.close()
+        self.listener.close()
 
 
 class Service:
@@ -48,7 +173,7 @@ class Service:
         self._watched: dict[int, tuple[socket.socket, Any]] = {}
         self._asked: deque[tuple[int, Any]] = deque()
         self._stop_at = 0.0
-        self.handshakes = Handshakes(listener, device._welcome, wake=self.wake, guard=device.guard, admits=device._admits)
+        self.handshakes = Handshakes(listener, device, self.wake)
         self._thread = threading.Thread(target=self._run, name=f"rdmarpc-{device.name}", daemon=True)
 
     def _epoll_or_poll(self, listener: socket.socket) -> Any:

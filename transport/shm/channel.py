@@ -1,7 +1,6 @@
 """The connection between two processes of one host: the peer's segments are mapped here, a WRITE is one memcpy.
 
-Parts: ``transfer`` (what both ends share, and posts), ``memory`` (what of the peer is mapped), ``peers/questions`` (control
-messages that wait for an answer).
+Parts: ``transfer`` (what both ends share, and posts), ``memory`` (what of the peer is mapped).
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import torch
 
 from ..channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
-from ..peers.handed import credentials, received
+from ..listening import Questions
 from ..peers.heartbeat import Beats, goodbye
-from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import kernels
-from .memory import Attach, PeerMemory
+from .memory import Attach, PeerMemory, credentials, received
 from .transfer import CmaTransfer, Inboxes, ShmMapped, ShmTransfer, ShmWindow, WorkRequest
 
 # Control messages on the Unix socket, all of one size; SEGMENT (may be read) and LANDING (and written) carry a file descriptor.

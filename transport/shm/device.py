@@ -28,15 +28,14 @@ from ..errors import NotSupported, PeerLost, RdmaError
 from ..listening import MAX_HELLO, ListeningDevice
 from ..memory.arena import Segment
 from ..memory.mapping import mapped, memfd, why_not
-from ..peers.handed import credentials, received
+from ..peers.guard import naming, processors
 from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
-from ..sandboxed import naming, processors
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import LANDING, REGION, SEGMENT, ShmChannel
-from .memory import Attach
+from .memory import credentials, received
 from .transfer import INBOX_BYTES, Inboxes
 
 _PROBE = struct.Struct("<Q")  # address of the probe word
@@ -103,9 +102,9 @@ class ShmDevice(ListeningDevice):
 
     def explain(self) -> str:
         cores = len(processors())
-        reasons = sorted({channel.peer_memory.no_cma for channel in self._shm_channels()} - {""})
+        reasons = sorted({channel.peer_memory.no_cma for channel in self.opened()} - {""})
         cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
-        if refused := [channel.peer for channel in self._shm_channels() if not channel.peer_memory.reaches_us]:
+        if refused := [channel.peer for channel in self.opened() if not channel.peer_memory.reaches_us]:
             cma += f"; refused towards us to {', '.join(refused)}: what they read is staged"
         lines = [
             f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
@@ -153,16 +152,14 @@ class ShmDevice(ListeningDevice):
                 why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
                 raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
             return sock
-        except PermissionError as error:
+        except BaseException as error:
             sock.close()
-            why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
-            hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
-            raise NotSupported(why, peer=where, device="shm", hint=hint) from None
-        except ConnectionRefusedError:
-            sock.close()
-            raise PeerLost("nobody listens there", peer=where, device="shm", status="NOBODY") from None
-        except BaseException:
-            sock.close()
+            if isinstance(error, PermissionError):
+                why = f"this system does not let a process connect to another's abstract Unix socket: {error}"
+                hint = "SELinux, AppArmor or Landlock forbids it; tcp needs no such socket"
+                raise NotSupported(why, peer=where, device="shm", hint=hint) from None
+            if isinstance(error, ConnectionRefusedError):
+                raise PeerLost("nobody listens there", peer=where, device="shm", status="NOBODY") from None
             raise
 
     @contextlib.contextmanager
@@ -189,7 +186,7 @@ class ShmDevice(ListeningDevice):
             uid, epoch, peer_may, _ = _SETUP.unpack_from(data)
             peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
         inboxes = Inboxes(ours.inbox, peer_inbox, peer_bells)
-        attach = Attach(ours.refused, bool(peer_may))
+        attach = ours.refused, bool(peer_may)
         return self.channel_type(self, sock, inboxes, (uid, epoch), attach, data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:
@@ -212,12 +209,8 @@ class ShmDevice(ListeningDevice):
     def _introduce(self, channel: ShmChannel) -> None:
         """Send a new peer the announcements of a subclass. Called with the device's lock held."""
 
-    def _shm_channels(self) -> list[ShmChannel]:
-        with self._lock:
-            return [channel for channel in self._channels if channel.error is None]
-
     def announce_segment(self, segment: Segment) -> None:
-        for channel in self._shm_channels():
+        for channel in self.opened():
             if segment.pool.admits(channel.own_pool, write=False):
                 try:
                     _admit(channel, segment)
@@ -225,7 +218,7 @@ class ShmDevice(ListeningDevice):
                     channel.lose(error)
 
     def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
-        for channel in self._shm_channels():
+        for channel in self.opened():
             try:
                 if nbytes:
                     channel.send(REGION, number, key, address, nbytes)

@@ -3,33 +3,60 @@ kernel copies (``memory/mapping``)."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import socket
+import struct
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
-from ..memory import children
-from ..memory.mapping import address_of, mapped, transfer
-from ..peers.guard import broken_by
+from ..memory.mapping import Shown, address_of, mapped, transfer, watch
+from ..peers.guard import broken_by, naming
 from ..region import LENT, OTHERS, READ_ONLY, RemoteRegion, barrier, refusal
 from ..words import kernels
+
+_CREDENTIALS, _DESCRIPTOR = struct.Struct("3i"), struct.Struct("i")
+
+
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel noted them when it connected, or listened. Raises ``NotSupported``."""
+    with naming("SO_PEERCRED (getsockopt), which tells whose process the peer is", device="shm"):
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+@contextlib.contextmanager
+def received(sock: socket.socket, nbytes: int, count: int, flags: int = 0) -> Iterator[tuple[bytes, list[int]]]:
+    """One message of up to ``nbytes``, and up to ``count`` descriptors, which are closed at the end of the ``with``.
+    ``OSError``, also if a descriptor was lost."""
+    # Not ``socket.recv_fds``, which forgets the flags.
+    data, rights, told, _ = sock.recvmsg(nbytes, socket.CMSG_LEN(4 * count), flags | socket.MSG_CMSG_CLOEXEC)
+    fds = [fd for _, _, found in rights for (fd,) in _DESCRIPTOR.iter_unpack(found[: len(found) // 4 * 4])]
+    try:
+        if told & socket.MSG_CTRUNC and len(fds) >= count:
+            raise PeerLost(f"the peer handed over more than {count} descriptors at once", device="shm", status="PROTOCOL")
+        if told & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "no descriptor is left for memory of the peer, or a sandbox (SELinux) took it away")
+        yield data, fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
 
 Entry = tuple[int, int, int]
 """Address, bytes, key. The address is one of this process if the memory is mapped here, else one of the peer's process."""
 
 
-class Attach(NamedTuple):
-    """What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/mapping``). It may let
-    one and not the other."""
-
-    refused: str
-    """Why this end may not; empty if it may."""
-    peer_may: bool
+Attach = tuple[str, bool]
+"""What the kernel lets the two ends of a connection do: to copy from the other's memory (``memory/mapping``). Why this end may
+not, empty if it may; whether the other one may."""
 
 
 class PeerMemory:
@@ -45,13 +72,13 @@ class PeerMemory:
         """Held during each copy by the kernel: the owner's deregistration waits for it."""
         self.segments: dict[int, Entry] = {}
         self.parts: dict[int, Entry] = {}
-        """Memory that is neither mapped here nor copied by the kernel: GPU memory, which ``cuda/peer`` enters."""
+        """Memory that is neither mapped here nor copied by the kernel: GPU memory, which ``cuda/channel`` enters."""
         self._foreign: dict[int, Entry] = {}
         self._read_only: set[int] = set()  # numbers of segments that are mapped for reading
         self._views: dict[int, memoryview] = {}
         self.adoptions: dict[int, _Adoption] = {}
         self.owner = os.getpid()
-        children.watch(self)
+        watch(self)
 
     @property
     def peer(self) -> str:
@@ -141,10 +168,10 @@ class PeerMemory:
         # The storage holds ``view``, and that the mapping.
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def shown(self) -> list[children.Shown]:
+    def shown(self) -> list[Shown]:
         """What was adopted and is in use. Takes no lock."""
         found = [view for adoption in list(self.adoptions.values()) if (view := adoption()) is not None]
-        return [children.Shown(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, view) for view in found]
+        return [Shown(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, view) for view in found]
 
 
 class _Adoption(weakref.ref):

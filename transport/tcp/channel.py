@@ -21,19 +21,17 @@ from ..channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
 from ..device import Device
 from ..errors import PeerLost, RdmaError, TransferTimeout, kept
 from ..interrupts import interruptible
+from ..listening import ANSWER_TIMEOUT_S
 from ..memory.mapping import anonymous
 from ..notify import Expectation
 from ..peers.heartbeat import CLOSED, Heart, often
-from ..peers.questions import ANSWER_TIMEOUT_S
 from ..peers.service import Service
 from ..region import OTHERS, RemoteRegion, refusal
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
-from .hearing import READABLE
-from .outbox import Outbox
-from .reader import Access, Reader
+from .outbox import BYE, CHECK, HEADER, MAX_COPIES, NOTIFY, Outbox
+from .reader import READABLE, Access, Reader
 from .transfer import Posts, TcpTransfer, TcpWindow
-from .wire import BYE, CHECK, HEADER, MAX_COPIES, NOTIFY
 
 _FIRST_S = 0.001
 _OVERDUE_S = 1.0

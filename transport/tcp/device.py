@@ -3,7 +3,7 @@
 A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
 Threads: one I/O thread (``peers/service``), which never blocks (a thread that waits reads small frames itself,
-``tcp/hearing``), one that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake,
+``tcp/reader``), one that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake,
 so that a silent stranger blocks nobody.
 """
 
@@ -21,16 +21,15 @@ import torch
 from ..channel import Channel
 from ..device import DeviceOptions
 from ..errors import NotSupported, PeerLost, RdmaError
-from ..listening import MAX_HELLO, ListeningDevice
+from ..listening import MAX_HELLO, ListeningDevice, prepare
 from ..peers.address import interface_address, interfaces, loopback, split_place, where_to_listen
 from ..peers.auth import receive_exactly
 from ..peers.heartbeat import BROKEN, Heart
 from ..peers.service import Service
 from ..region import RemoteRegion, local_bytes
-from ..tls.stream import prepare
 from ..words import kernels
 from .channel import TcpChannel
-from .wire import BEAT, HEADER
+from .outbox import BEAT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 

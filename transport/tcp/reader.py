@@ -1,8 +1,24 @@
 """The frames that come in on one TCP stream.
 
-Small frames are taken by a kernel (``hearing``), also by a thread that waits. For all others the I/O thread looks up a region
-before it receives payload, and receives straight into the region. It reads refused payload and throws it away, and the channel
-goes on.
+Small frames are taken by a kernel, also by a thread that waits for a notification, or for an answer. For all others the I/O
+thread looks up a region before it receives payload, and receives straight into the region. It reads refused payload and throws
+it away, and the channel goes on.
+
+A kernel takes whole, small frames that have no more to them than words and a copy: WRITE into a place that was looked up
+before, NOTIFY, ACK, BEAT. No signal handler of Python interrupts it. Any other frame stays in the socket, for the I/O thread,
+which begins with this kernel, too. While another thread waits and reads, the I/O thread does not watch the socket, so no thread
+is woken only to wake another one. State, of 64-bit words:
+
+    +0   fd       the socket
+    +8   frames   address of ``PEEK_BYTES`` bytes of our own
+    +16  head     address of the header of one frame
+    +24  records  address of the notification records
+    +32  bells    address of the bells
+    +40  acked    the last post that an ACK has answered
+    +48  due      the last post that the peer wants an ACK for, 0: none
+    +56  more     0 if there was nothing in the socket behind what was taken last
+    +64  owed     address of the last post that the peer wants an ACK for with the next frame that goes back (``outbox``)
+    +72  places   from here on ``PLACES`` regions, by the low bits of their numbers: region, key, address, bytes (0: none)
 """
 
 from __future__ import annotations
@@ -20,17 +36,127 @@ from ..channel import Channel
 from ..device import Device
 from ..errors import PeerLost, RdmaError
 from ..interrupts import interruptible
+from ..listening import failure
 from ..memory.memory import NOWHERE
 from ..peers.heartbeat import goodbye
 from ..region import LENT, READ_ONLY, RemoteRegion, barrier, local_bytes, refusal
-from ..tls.stream import failure
 from ..words import kernels
-from ..words.signals import MAX_NOTIFY, RECORD_BYTES
-from . import wire
-from .hearing import PEEK_BYTES, PLACES, STATE_ACKED, STATE_DUE, STATE_MORE, STATE_WORDS, await_bytes, take
-from .outbox import Outbox
+from ..words.atomics import fence, load_acquire, memcpy, now, sched_yield, store_release
+from ..words.compiled import compiled
+from ..words.kernels import OK, TIMEOUT
+from ..words.signals import MAX_NOTIFY, RECORD_BYTES, signal
+from ..words.symbols import CFunction, i32, i64, inline
+from .outbox import (
+    ACK,
+    BEAT,
+    BYE,
+    CHECK,
+    DATA,
+    HEADER,
+    LAST,
+    LATER,
+    MAX_REASON,
+    NOTIFY,
+    READ,
+    REFUSED,
+    SILENT,
+    TURN_BYTES,
+    WRITE,
+    Buffers,
+    Outbox,
+    memory_at,
+)
 from .transfer import Posts
-from .wire import HEADER, LAST, Buffers, memory_at
+
+PEEK_BYTES, PLACES = 4096, 16
+TORN, READABLE = -1, 1
+STATE_ACKED, STATE_DUE, STATE_MORE, STATE_WORDS = 5, 6, 7, 9
+_HEADER = HEADER.size
+_PEEK, _TAKE = 0x02 | 0x40, 0x40  # MSG_PEEK, MSG_DONTWAIT
+_CROWDED_NS, _MS = 50_000, 1_000_000
+
+_recv = CFunction("recv", i64(i32, i64, i64, i32))
+_poll = CFunction("poll", i32(i64, i64, i32))
+
+
+@inline
+def _place(state: int, region: int, key: int, offset: int, nbytes: int) -> int:
+    """Where a WRITE goes, or 0 if the I/O thread has to look that up."""
+    at = state + 72 + 32 * (region & 15)
+    if load_acquire(at) != region or load_acquire(at + 8) != key:
+        return 0
+    if offset < 0 or nbytes <= 0 or offset > load_acquire(at + 24) - nbytes:
+        return 0
+    return load_acquire(at + 16) + offset
+
+
+@compiled(i64(i64, i64))
+def take(state: int, last: int) -> int:
+    """Take the frames that have come, up to the first one that is for the I/O thread. ``last``: the last post of ours. Returns
+    how many bytes that were, or ``TORN`` if some of them cannot be taken from the socket any more."""
+    fd, frames, head = i32(load_acquire(state)), load_acquire(state + 8), load_acquire(state + 16)
+    records, bells = load_acquire(state + 24), load_acquire(state + 32)
+    got = _recv(fd, frames, PEEK_BYTES, i32(_PEEK))
+    at = 0
+    while got - at >= _HEADER:
+        memcpy(head, frames + at, _HEADER)
+        first, seq = load_acquire(head), load_acquire(head + 8)
+        op, flags, imm = first & 255, (first >> 8) & 255, (first >> 32) & 0xFFFFFFFF
+        nbytes = 0
+        if imm > MAX_NOTIFY or seq < 0:
+            break
+        if op == WRITE:
+            nbytes = load_acquire(head + 40)
+            if nbytes > got - at - _HEADER:
+                break
+            where = _place(state, load_acquire(head + 16), load_acquire(head + 24), load_acquire(head + 32), nbytes)
+            if where == 0:
+                break
+            memcpy(where, frames + at + _HEADER, nbytes)
+        elif op == ACK:
+            if seq > last:
+                break
+            if seq > load_acquire(state + 40):
+                store_release(state + 40, seq)
+        elif op != NOTIFY and op != BEAT:
+            break
+        if op == WRITE or op == NOTIFY:
+            if imm:
+                signal(records + (imm - 1) * RECORD_BYTES, bells)
+            if flags & LAST and not flags & SILENT:
+                store_release(load_acquire(state + 64) if flags & LATER else state + 48, seq)
+        at += _HEADER + nbytes
+    store_release(state + 56, 1 if at < got or got == PEEK_BYTES else 0)
+    left = at
+    while left > 0:
+        taken = _recv(fd, frames, left, i32(_TAKE))
+        if taken <= 0:
+            return TORN
+        left -= taken
+    return at
+
+
+@compiled(i64(i64, i64, i64, i64, i64))
+def await_bytes(poll_fd: int, record: int, target: int, spin_ns: int, slice_ns: int) -> int:
+    """Wait until something can be read (``poll_fd``: address of a ``struct pollfd``), or the record has reached ``target``:
+    ``READABLE``, ``kernels.OK``, or ``kernels.TIMEOUT`` after ``slice_ns``. Spins first, for ``spin_ns``."""
+    start = now()
+    before = start
+    while before - start < spin_ns:
+        if load_acquire(record) >= target:
+            return OK
+        if _poll(poll_fd, 1, i32(0)) > 0:
+            return READABLE
+        sched_yield()
+        after = now()
+        if after - before > _CROWDED_NS:
+            break
+        before = after
+    found = _poll(poll_fd, 1, i32((slice_ns + _MS - 1) // _MS))
+    fence()
+    if load_acquire(record) >= target:
+        return OK
+    return READABLE if found > 0 else TIMEOUT
 
 
 class Access:
@@ -101,7 +227,7 @@ class Reader:
         self._left = 0
         self._target: memoryview | None = None
         self._target_region = 0
-        self._reason = bytearray(wire.MAX_REASON)
+        self._reason = bytearray(MAX_REASON)
         # State of the post that is being received:
         self._refusal = ""
         self._answered_by_data = False
@@ -110,7 +236,7 @@ class Reader:
     def receive(self) -> RdmaError | None:
         """Read and handle what has come. Returns why the stream has ended, or ``None``."""
         with self.lock:
-            room = wire.TURN_BYTES
+            room = TURN_BYTES
             try:
                 if self.hear() and not self._word(STATE_MORE):
                     return None
@@ -142,7 +268,7 @@ class Reader:
 
     @interruptible()
     def await_bytes(self, record: int, target: int, spin_ns: int, slice_ns: int) -> int:
-        """Wait until there is something to ``hear``, or the record has reached ``target``: see ``hearing.await_bytes``."""
+        """Wait until there is something to ``hear``, or the record has reached ``target``: see the kernel."""
         return await_bytes(self._poll_at, record, target, spin_ns, slice_ns)
 
     def hear(self) -> bool:
@@ -206,55 +332,55 @@ class Reader:
     def _begin_frame(
         self, op: int, flags: int, index: int, imm: int, seq: int, region: int, key: int, offset: int, nbytes: int
     ) -> None:
-        if op in (wire.WRITE, wire.READ, wire.CHECK):
-            found = self._access.look_up(region, key, offset, nbytes, write=op != wire.READ)
+        if op in (WRITE, READ, CHECK):
+            found = self._access.look_up(region, key, offset, nbytes, write=op != READ)
             if isinstance(found, str):
                 self._refusal = self._refusal or found
-            elif op == wire.WRITE:
+            elif op == WRITE:
                 self._target = found
                 if nbytes:  # an empty copy needs no right
                     key, address, size = self._access.place(region)
                     self._places[region % PLACES] = region, key - (1 << 64) if key >> 63 else key, address, size
-            elif op == wire.READ and not self._refusal:
+            elif op == READ and not self._refusal:
                 self._send_ack()
                 self._answered_by_data = bool(flags & LAST)
-                self._answer(wire.DATA, seq, [found], region=region, index=index, flags=flags & LAST)
-            if op == wire.WRITE:
+                self._answer(DATA, seq, [found], region=region, index=index, flags=flags & LAST)
+            if op == WRITE:
                 self._left, self._target_region = nbytes, region
-        elif op == wire.DATA:
+        elif op == DATA:
             self._target, self._left = self._posts.target(seq, index), nbytes
             if self._target is None or len(self._target) != nbytes:
                 raise self._malformed("data that nobody asked for")
-        elif op == wire.REFUSED:
-            if nbytes > wire.MAX_REASON:
+        elif op == REFUSED:
+            if nbytes > MAX_REASON:
                 raise self._malformed("an overlong reason")
             self._left, self._target = nbytes, memoryview(self._reason)[:nbytes]
-        elif op not in (wire.NOTIFY, wire.ACK, wire.BYE, wire.BEAT):
+        elif op not in (NOTIFY, ACK, BYE, BEAT):
             raise self._malformed(f"operation {op}")
-        if imm > MAX_NOTIFY or (op in (wire.ACK, wire.DATA, wire.REFUSED) and seq > self._posts.last):
+        if imm > MAX_NOTIFY or (op in (ACK, DATA, REFUSED) and seq > self._posts.last):
             raise self._malformed("a number out of range")
 
     def _end_frame(self) -> None:
         op, flags, index, imm, seq, _, _, _, nbytes = self._frame
         self._target, self._target_region = None, 0
-        if op in (wire.WRITE, wire.READ, wire.CHECK, wire.NOTIFY):
+        if op in (WRITE, READ, CHECK, NOTIFY):
             if imm and not self._refusal:
                 kernels.signal(self._records + (imm - 1) * RECORD_BYTES, self._bells)
             if flags & LAST:
                 self._end_post(flags, seq)
-        elif op == wire.ACK or (op == wire.DATA and flags & LAST):
+        elif op == ACK or (op == DATA and flags & LAST):
             self._posts.answer(seq)
-        elif op == wire.REFUSED:
+        elif op == REFUSED:
             self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer, "tcp"))
-        elif op == wire.BYE:
+        elif op == BYE:
             raise goodbye(index, self._posts.peer, "tcp")
 
     def _end_post(self, flags: int, seq: int) -> None:
         if self._refusal:
             self._send_ack()
-            self._answer(wire.REFUSED, seq, [self._refusal.encode()[: wire.MAX_REASON]])
-        elif not self._answered_by_data and not flags & wire.SILENT:
-            if flags & wire.LATER:
+            self._answer(REFUSED, seq, [self._refusal.encode()[:MAX_REASON]])
+        elif not self._answered_by_data and not flags & SILENT:
+            if flags & LATER:
                 kernels.store(self._outbox.owed, seq)
             else:
                 self._ack_due = seq
@@ -262,7 +388,7 @@ class Reader:
 
     def _send_ack(self) -> None:
         if self._ack_due:
-            self._answer(wire.ACK, self._ack_due, [])
+            self._answer(ACK, self._ack_due, [])
             self._ack_due = 0
             kernels.store(self._at + 8 * STATE_DUE, 0)
 

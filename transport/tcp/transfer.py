@@ -4,7 +4,6 @@ peer has answered."""
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,8 +14,7 @@ from ..errors import PeerLost, RdmaError, RemoteAccessError, fresh
 from ..notify import wait_done
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
-from .outbox import Outbox
-from .wire import HEADER, LAST, LATER, NOTIFY, READ, SILENT, WRITE, Buffers, memory_at
+from .outbox import HEADER, LAST, LATER, NOTIFY, READ, SILENT, WRITE, Buffers, Outbox, memory_at
 
 Hear = Callable[[int, int, float | None], bool]
 """See ``TcpChannel.hear_until``."""
@@ -44,7 +42,6 @@ class Posts:
         """The number of the last post."""
         self._urgent = 0  # the last post that the peer answers by a frame of its own
         self._outbox, self._records, self._bells = outbox, records, bells
-        self._pid = os.getpid()
         self._pending: dict[int, TcpWork] = {}
 
     @property
@@ -53,11 +50,9 @@ class Posts:
         return bool(self._pending)
 
     def check(self) -> None:
-        """Raises what ended the channel; ``RdmaError`` in another process."""
+        """Raises what ended the channel."""
         if self.error is not None:
             raise fresh(self.error)
-        if os.getpid() != self._pid:
-            raise RdmaError("a channel cannot be used in a forked child", device="tcp", hint="fork first, or use spawn")
 
     # -- posting
 

@@ -1,6 +1,6 @@
 """The part of OpenSSL that ``tls`` uses, called directly.
 
-Not through Python's ``ssl``, for two reasons: its streams need the interpreter's lock (``tls/relay`` says why that will not
+Not through Python's ``ssl``, for two reasons: its streams need the interpreter's lock (``tls/handshake`` says why that will not
 do), and it has no pre-shared keys before Python 3.13. Everything here is documented, exported C interface of
 OpenSSL 1.1.1 and later; the library is the one that Python's own ``ssl`` has loaded, where that is a shared one.
 """

@@ -18,12 +18,12 @@ import torch
 
 from ..channel import Channel, Local, Pair, Window, Work, check_notify, sort_pair
 from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
+from ..listening import Questions
 from ..memory.mapping import anonymous
 from ..nic.native import QueuePair
 from ..nic.queues import Lane
 from ..notify import Expectation
 from ..peers.heartbeat import CLOSED, goodbye
-from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import completions, kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
@@ -139,11 +139,6 @@ class VerbsChannel(Channel):
         self.lane.wait(seq, timeout)
         if self.lane.reached < seq:
             raise self.ended()
-
-    def check(self) -> None:
-        super().check()
-        if os.getpid() != self.device.pid:
-            raise RdmaError("a channel cannot be used in a forked child", device="verbs", hint="fork first, or use spawn")
 
     def totals(self) -> tuple[int, int]:
         return self.lane.stats

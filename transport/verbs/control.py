@@ -26,11 +26,10 @@ import time
 from typing import NamedTuple
 
 from ..errors import NotSupported, PeerLost
-from ..listening import MAX_HELLO
-from ..nic.endpoint import Endpoint
+from ..listening import MAX_HELLO, failure
+from ..nic.ports import Endpoint
 from ..peers import auth
-from ..peers.pulse import Pulse
-from ..tls.stream import failure
+from ..peers.heartbeat import Pulse
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, LANDING, BEAT = range(1, 10)
 MESSAGE = struct.Struct("<BQQQQI")
@@ -55,14 +54,12 @@ class Setup(NamedTuple):
     """First packet sequence number."""
 
 
+REFUSAL = Setup(0, 0, 0, 0, b"", 0, 0)
+"""Instead of a setup: this end cannot. The reason follows, as a hello."""
+
+
 def send_setup(sock: socket.socket, setup: Setup) -> None:
     sock.sendall(_SETUP.pack(*setup))
-
-
-def send_refusal(sock: socket.socket, why: str) -> None:
-    """Instead of a setup: this end cannot."""
-    send_setup(sock, Setup(0, 0, 0, 0, b"", 0, 0))
-    send_hello(sock, why.encode())
 
 
 def receive_setup(sock: socket.socket) -> Setup:

@@ -4,7 +4,7 @@ One reliable connected queue pair a peer; one completion queue and one shared re
 segment of the arena. A WRITE with a notification is one WRITE_WITH_IMM, a READ is a READ: the peer's processor takes no part.
 
 Threads: one that serves the control streams (accepting, announcements, end of peers, looking after their heartbeats), one that
-sleeps on the completion channel when every waiter does (``verbs/watch``), one that beats (``peers/heartbeat``), and one
+sleeps on the completion channel when every waiter does (``Watch``), one that beats (``peers/heartbeat``), and one
 short-lived thread per incoming connection during its handshake.
 
 How a lost peer is noticed: the control stream ends when the peer's process ends. A host or link that is gone does not
@@ -18,33 +18,139 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..device import DeviceOptions
-from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
-from ..listening import ListeningDevice, checked
+from ..errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from ..listening import ListeningDevice, checked, prepare
 from ..memory.arena import PINNED_SEGMENT_BYTES, Segment
-from ..nic import choice, endpoint, ports
-from ..nic.endpoint import Endpoint
-from ..nic.native import QueuePair
+from ..nic import packages, ports
+from ..nic.libibverbs import LOSES_ALL
+from ..nic.native import Context, QueuePair
+from ..nic.ports import Endpoint
 from ..nic.queues import Queues
 from ..notify import Poller
 from ..peers.address import loopback
+from ..peers.guard import Guard
 from ..peers.heartbeat import BROKEN, Heart, often
 from ..peers.service import Service
 from ..region import Array, Region, as_tensor, local_bytes
 from ..tls.options import permit_rdma
-from ..tls.stream import prepare
-from ..words import kernels
+from ..words import completions, kernels
 from . import control
 from .channel import VerbsChannel
 from .control import MESSAGE, ControlStream, Message, Setup
 from .registrations import Registrations
-from .watch import Watch
+
+_TICK_NS = 500_000_000
+_SETTLE_S, _RETRY_S, _JOIN_S = 15.0, 0.05, 5.0
+
+
+class Watch:
+    """The thread that sleeps on the completion channel, and takes completions, when every waiter does. It finds what failed,
+    heeds asynchronous events, and twice a second has idle connections prove that their peer's adapter is still there. It runs
+    from ``start`` to ``stop``. Any thread enters and drops queue pairs."""
+
+    def __init__(self, device: VerbsDevice, context: Context, queues: Queues) -> None:
+        self._device: Any
+        self._device, self._context, self._queues = device, context, queues
+        self._guard: Guard = device.guard
+        self._by_qp: dict[int, VerbsChannel] = {}
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._complete, name="rdmarpc-completions", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for the completions of another queue pair."""
+        return len(self._by_qp) >= self._queues.room
+
+    def enter(self, channel: VerbsChannel) -> None:
+        """Count the completions of a channel's queue pair from now on."""
+        lane = channel.lane
+        with self._lock:
+            self._by_qp[lane.qp.qp_num] = channel
+            completions.enter_lane(self._queues.port, lane.qp.qp_num, lane.address)
+
+    def drop(self, qp_num: int) -> None:
+        """Ignore the completions of a queue pair from now on."""
+        with self._lock:
+            completions.drop_lane(self._queues.port, qp_num)
+            self._by_qp.pop(qp_num, None)
+
+    def channels(self) -> set[VerbsChannel]:
+        """The entered channels, also those that are still in their handshake."""
+        with self._lock:
+            return set(self._by_qp.values())
+
+    def wake(self) -> None:
+        """Have the thread look for failures now."""
+        if not self._stopping:
+            self._queues.wake()
+
+    def _complete(self) -> None:
+        while not self._stopping:
+            try:
+                self._tick()
+            except BaseException as error:
+                self._guard.note(error, "looking at completions")
+                time.sleep(_RETRY_S)
+
+    def _tick(self) -> None:
+        device = self._device
+        if self._queues.wait(_TICK_NS):
+            self._look_for_failures()
+            while (event := self._context.async_event()) is not None:
+                device.count(f"async_{event.lower()}")
+                for channel in device.opened() if event in LOSES_ALL else ():  # a device that is gone takes all with it
+                    channel.lost(PeerLost(LOSES_ALL[event], peer=channel.peer, device="verbs", status=event))
+        for channel in device.opened():
+            try:
+                channel.tend()
+            except BaseException as error:
+                device.break_off(channel, error, "keeping a connection alive")
+        kernels.progress(self._queues.port)
+
+    def _look_for_failures(self) -> None:
+        for channel in self.channels():
+            if channel.error is not None or (error := channel.lane.failure()) is None:
+                continue
+            if not isinstance(error, RemoteAccessError):
+                channel.lost(error)
+                continue
+            try:
+                threading.Thread(target=self._settle, args=(channel, error), name="rdmarpc-refused", daemon=True).start()
+            except RuntimeError:  # no more threads
+                channel.lost(error)
+
+    def _settle(self, channel: VerbsChannel, error: RdmaError) -> None:
+        """A process that ends takes its memory from the adapter before its end is heard, on a busy host long before: that is no
+        refusal. So wait for the control stream to tell the two apart: it ends, or beats go on. What one look finds may be older
+        than the refusal."""
+        limit, alive = time.monotonic() + _SETTLE_S, channel.heard + 2
+        while channel.error is None and channel.heard < alive and time.monotonic() < limit:
+            time.sleep(0.005)
+        channel.lost(error)
+
+    def stop(self) -> None:
+        """End the thread; nobody polls the completion queue any more."""
+        self._stopping = True
+        kernels.store(self._queues.port + 8 * completions.PORT_STOP, 1)
+        self._queues.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_JOIN_S)
+        completions.shut(self._queues.port)
+        self._device = None
+
 
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
 _TIMEOUT, _RETRY_CNT = 16, 6
@@ -70,7 +176,7 @@ class VerbsDevice(ListeningDevice):
 
     def __init__(self, place: str, options: DeviceOptions) -> None:
         permit_rdma(options.tls)
-        self._at = ports.choose(choice.choose(), place)
+        self._at = ports.choose(packages.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
         super().__init__("verbs", options)
@@ -106,7 +212,7 @@ class VerbsDevice(ListeningDevice):
         return self._address
 
     def explain(self) -> str:
-        limits, limit, queues = self._at.device, f"{self.arena.limit / 2**30:.1f} GiB", self._queues
+        limits, queues = self._at.device, self._queues
         return "\n".join(
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
@@ -115,7 +221,7 @@ class VerbsDevice(ListeningDevice):
                 "  payload        not encrypted: it goes past the processor",
                 f"  messages       of up to {self.max_msg_sz} bytes; {queues.sends} a queue pair, {queues.receives} receives",
                 f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                *(self.memory.explain() if self._own_memory else ()),
                 *self.local.explain(),
                 f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
                 "  waiting        whoever waits polls the completion queue, then sleeps on its channel",
@@ -180,14 +286,11 @@ class VerbsDevice(ListeningDevice):
             return
         number = region.remote.region
         self.announce(number, 0, 0, 0)
-        self.local.forget_gpu(number)
+        with self._lock:
+            self.local.shared.pop(number, None)
 
     def poller(self) -> Poller:
         return Poller(self.memory, self.port, self.local.arrived)
-
-    def opened(self) -> list[VerbsChannel]:
-        with self._lock:
-            return [channel for channel in self._channels if isinstance(channel, VerbsChannel) and channel.error is None]
 
     def _tell(self, channels: Sequence[VerbsChannel], message: Message) -> None:
         for channel in channels:
@@ -203,7 +306,7 @@ class VerbsDevice(ListeningDevice):
         if fields[0] != "verbs" or len(fields) < 5 or not fields[-3].isdigit():
             return "an address looks like verbs:HOST:PORT:ID:ENDPOINT"
         try:
-            return endpoint.why_not(self._at.endpoint, Endpoint.parse(fields[-1])) or ""
+            return ports.why_not(self._at.endpoint, Endpoint.parse(fields[-1])) or ""
         except RdmaError as error:
             return error.message
 
@@ -244,10 +347,11 @@ class VerbsDevice(ListeningDevice):
             try:
                 ours.pair = self._pair()
             except RdmaError as error:
-                control.send_refusal(sock, error.message)
+                control.send_setup(sock, control.REFUSAL)
+                control.send_hello(sock, error.message.encode())
                 raise
         qp, setup = ours.pair
-        route = endpoint.route(
+        route = ports.route(
             self._at.endpoint,
             Endpoint.load(theirs.endpoint),
             port=self._at.number,

@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable
 from ctypes import byref, c_int, c_uint, c_uint64
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from ..gpu.driver import Driver
 from ..gpu.events import NOT_READY, Event
 from ..gpu.pins import Pins
 from ..memory.arena import Block
-from ..nic.attributes import REMOTE_WRITE
+from ..nic.libibverbs import REMOTE_WRITE
 from ..nic.native import Context, MemoryRegion
 from ..peers.guard import Guard
 from ..region import local_bytes
@@ -49,17 +50,18 @@ _FOR_GOOD = ("EOPNOTSUPP", "EPROTONOSUPPORT", "ENOSYS", "CUDA_ERROR_NOT_SUPPORTE
 _WAIT_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
 
 
+@dataclass(slots=True)
 class Segment:
     """An allocation of the driver. ``mr`` is ``None`` where it is staged; ``refused`` says why ``way`` is not a better one."""
 
-    __slots__ = ("base", "index", "mr", "nbytes", "number", "refused", "views", "way")
-
-    def __init__(self, number: int, base: int, nbytes: int, index: int) -> None:
-        self.number, self.base, self.nbytes, self.index = number, base, nbytes, index
-        self.mr: MemoryRegion | None = None
-        self.way = gpudirect.STAGED
-        self.refused: list[Refused] = []
-        self.views = 0
+    number: int
+    base: int
+    nbytes: int
+    index: int
+    mr: MemoryRegion | None = None
+    way: str = gpudirect.STAGED
+    refused: list[Refused] = field(default_factory=list)
+    views: int = 0
 
 
 class _View(MemoryRegion):

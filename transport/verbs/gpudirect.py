@@ -201,11 +201,11 @@ def survey(root: Path, status_of: Callable[[str], str]) -> list[tuple[Gpu, Adapt
 
 def ask(name: str) -> str:
     """``Adapter.status`` of an adapter of this host. Opens it for a moment."""
-    from ..nic import choice
+    from ..nic import packages
     from ..nic.native import Context
 
     try:
-        context = Context(choice.choose(), name)
+        context = Context(packages.choose(), name)
     except RdmaError as error:
         return error.status or "unknown"
     try:

@@ -12,11 +12,11 @@ import torch
 from ..errors import RemoteAccessError
 from ..gpu import driver
 from ..gpu.arena import GpuArena
+from ..listening import Questions
 from ..memory.arena import READ, Pool, Segment
 from ..memory.memory import Memory
-from ..nic.attributes import LOCAL, REMOTE_READ, REMOTE_WRITE
+from ..nic.libibverbs import LOCAL, REMOTE_READ, REMOTE_WRITE
 from ..nic.native import Context, MemoryRegion
-from ..peers.questions import Questions
 from ..region import OTHERS, READ_ONLY, RemoteRegion, barrier, refusal
 from .control import LANDING, REGION, SEGMENT, SYNC, Message
 from .gpu import GpuMemory
@@ -103,7 +103,7 @@ class Registrations:
     def __init__(self, context: Context, memory: Memory, lock: threading.RLock) -> None:
         """``lock``: the device's lock. The device enters new channels under it too, so that each channel is told of every
         region: when it connects, or when the region is registered."""
-        self._context, self._memory, self._lock = context, memory, lock
+        self._context, self.memory, self._lock = context, memory, lock
         self.arena = memory.arena
         self.gpu_kind = driver.kind()
         """The type of the GPUs whose memory can be copied; empty: there are none."""
@@ -111,12 +111,6 @@ class Registrations:
         self._gpu: GpuMemory | None = None
         self.shared: dict[int, tuple[torch.Tensor, int]] = {}
         """The GPU memory, by number: what peers may touch, and the key."""
-
-    def count(self, name: str) -> None:
-        self._memory.count(name)
-
-    def count_staged(self, nbytes: int) -> None:
-        self._memory.count("bytes_staged", nbytes)
 
     # -- for peers
 
@@ -136,7 +130,7 @@ class Registrations:
 
     def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Message:
         """Open GPU memory that is registered to peers. Call it with the lock held."""
-        number, key = self._memory.take_number()
+        number, key = self.memory.take_number()
         self._regions[number], self.shared[number] = region, (tensor, key)
         return Message(REGION, number, key, region.address, tensor.nbytes, region.rkey)
 
@@ -147,14 +141,9 @@ class Registrations:
         if region is not None:
             region.close()
 
-    def forget_gpu(self, number: int) -> None:
-        """Release the tensor that ``share`` kept. Call it after ``forget``."""
-        with self._lock:
-            self.shared.pop(number, None)
-
     def announcements(self, own: Pool | None) -> Iterator[Message]:
         """The announcements for a new peer whose own pool is ``own``. Call it with the lock held."""
-        segments, foreign = self._memory.registered(own)
+        segments, foreign = self.memory.registered(own)
         for number, region in self._regions.items():
             if (segment := segments.get(number)) is not None:
                 yield _of_segment(segment, region)
@@ -173,7 +162,7 @@ class Registrations:
 
     def local(self, address: int, nbytes: int) -> MemoryRegion:
         """Register memory for our own posts only; the caller closes it."""
-        self.count("registrations")
+        self.memory.count("registrations")
         return self._context.register(address, nbytes, LOCAL)
 
     # -- GPUs
@@ -183,8 +172,8 @@ class Registrations:
         """The registered GPU memory. Raises ``NotSupported`` where no GPU driver is installed."""
         with self._lock:
             if self._gpu is None:
-                arena = self._memory.gpu
-                self._gpu = GpuMemory(self._context, self.count, arena.pins if isinstance(arena, GpuArena) else None)
+                arena = self.memory.gpu
+                self._gpu = GpuMemory(self._context, self.memory.count, arena.pins if isinstance(arena, GpuArena) else None)
             return self._gpu
 
     def arrived(self) -> None:

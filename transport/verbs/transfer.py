@@ -142,7 +142,7 @@ class _Piece:
 
 
 class VerbsTransfer(Transfer):
-    __slots__ = ("__weakref__", "_chains", "_channel", "_gpus", "_held", "_lane", "_pieces", "_staging", "nbytes", "revoked")
+    __slots__ = ("__weakref__", "_chains", "_channel", "_gpus", "_held", "_lane", "_pieces", "_staging", "revoked")
 
     def __init__(
         self,
@@ -160,7 +160,6 @@ class VerbsTransfer(Transfer):
         self._held: Held | None = None
         self._pieces = [_Piece(*side) for side in sides]
         live = [piece for piece in self._pieces if piece.remote.nbytes]
-        self.nbytes = sum(piece.remote.nbytes for piece in live)
         self._lane = channel.lane
         for piece in live:
             self._bind(piece, stage=once)
@@ -252,7 +251,7 @@ class VerbsTransfer(Transfer):
                 local.gpu.stage(piece.block, piece.tensor, out=True)
             else:
                 kernels.copy(piece.source[0], *local_bytes(piece.tensor))
-            local.count_staged(piece.remote.nbytes)
+            local.memory.count("bytes_staged", piece.remote.nbytes)
 
     def land(self) -> None:
         """The bytes of its READs are here: have them where they belong, and GPUs see them."""
@@ -261,7 +260,7 @@ class VerbsTransfer(Transfer):
         for piece in landed:
             assert piece.block is not None
             local.gpu.stage(piece.block, piece.tensor, out=False)
-            local.count_staged(piece.remote.nbytes)
+            local.memory.count("bytes_staged", piece.remote.nbytes)
         local.gpu.wait({piece.tensor.device.index for piece in landed})
         local.arrived()
 
@@ -353,6 +352,6 @@ class VerbsWindow(Window):
                     channel.make_room(seq, 1)  # raises
                 if limit:
                     # The adapter takes microseconds for what is before us, unless the peer has no receives left.
-                    channel.local.count("send_queue_full")
+                    channel.device.count("send_queue_full")
                     lane.wait_for_room(1, limit)
         return True

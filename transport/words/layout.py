@@ -66,7 +66,7 @@ SEND_FENCE, SEND_SIGNALED, SEND_INLINE = 1, 2, 8
 # enum ibv_wc_opcode: what completed; meaningless unless the status is WC_SUCCESS
 WC_RDMA_WRITE, WC_RDMA_READ, WC_RECV, WC_RECV_RDMA_WITH_IMM = 1, 2, 128, 129
 
-# enum ibv_wc_status; names and causes of all of them are in ``nic/status``
+# enum ibv_wc_status; names and causes of all of them are in ``nic/libibverbs``
 WC_SUCCESS = 0
 
 # enum ibv_qp_state, ibv_qp_type, ibv_access_flags

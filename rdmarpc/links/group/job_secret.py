@@ -1,7 +1,7 @@
 """The secret that the workers of a group share: one that the user chose, or that of this user on this host, or none.
 
 A chosen secret comes from the option ``secret``, the variable ``RDMARPC_SECRET``, or the file that ``RDMARPC_SECRET_FILE``
-names. Without one, workers of one host share a secret that only their user can read there (``transport/peers/user_secret``); it
+names. Without one, workers of one host share a secret that only their user can read there (``transport/peers/auth``); it
 is never sent. A group beyond one host, or of several users, is then refused, unless every worker says ``insecure``: then rank 0
 draws a secret and puts it into the store, which keeps out nobody who reaches the store.
 """

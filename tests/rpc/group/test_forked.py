@@ -22,7 +22,7 @@ from programs import run
 from torch.utils.data import DataLoader, Dataset
 
 import rdmarpc as rpc
-from rdmarpc.transport.memory import children
+from rdmarpc.transport.memory import mapping
 
 DEVICES = ["shm", "tcp"]
 
@@ -184,11 +184,11 @@ def memory_of_forks(rank):
         for _ in range(20):
             rpc.rpc_sync("worker1", torch.sum, (torch.full((size,), 9.0),))
         assert rpc.rpc_sync("worker1", said_there) == ([1.0], 3.0 * size)
-        children.LIMIT, limit = size, children.LIMIT
+        mapping.COPIED_AT_MOST, limit = size, mapping.COPIED_AT_MOST
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             child = in_a_fork(came)
-        children.LIMIT = limit
+        mapping.COPIED_AT_MOST = limit
         assert said_by(child) == ([1.0], 3.0 * size)
         said = [str(each.message) for each in warned if "too much to copy for a forked child" in str(each.message)]
         assert len(said) == (rpc.api._get_current_rpc_agent().device.memory.shared)  # else a fork copies on write

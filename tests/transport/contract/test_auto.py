@@ -19,7 +19,7 @@ from transport_peer import C, Peer, S, State, accept, all_are, filled, write
 from rdmarpc import transport
 from rdmarpc.tools import doctor
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteRegion
-from rdmarpc.transport.auto import AutoDevice
+from rdmarpc.transport.kinds import AutoDevice
 from rdmarpc.transport.nic import sysfs
 
 T = 30.0

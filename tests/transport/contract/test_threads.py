@@ -24,11 +24,11 @@ Open = Callable[..., Device]
 
 THREADS = {
     # How each thread of the package goes on after an error that nobody expected, or why it need not.
-    "transport/peers/handshakes.py _shake_hands": "one connection; guarded as a whole",
+    "transport/peers/service.py _shake_hands": "one connection; guarded as a whole",
     "transport/peers/service.py _run": "guarded for each peer, and as a whole",
     "transport/peers/heartbeat.py _run": "a kernel, which raises nothing",
-    "transport/verbs/watch.py _complete": "guarded for each peer, and as a whole",
-    "transport/verbs/watch.py _settle": "one peer; ends its channel",
+    "transport/verbs/device.py _complete": "guarded for each peer, and as a whole",
+    "transport/verbs/device.py _settle": "one peer; ends its channel",
     "transport/verbs/channel.py _give_up_region": "one region; breaks the channel off",
     "transport/gpu/behind.py _serve": "guarded; what waits for that GPU fails",
     "transport/verbs/gpu.py _tend": "guarded",
@@ -50,7 +50,7 @@ THREADS = {
     "rdmarpc/collectives/queue.py _serve": "guarded for each call, which fails then",
     "rdmarpc/collectives/pairs.py _serve": "guarded; the group's messages fail then",
     "rdmarpc/collectives/backend.py finish": "guarded; the calls that it stands for fail then",
-    "transport/tls/relay.py _run": "one stream, in a kernel; the stream ends with it",
+    "transport/tls/handshake.py _run": "one stream, in a kernel; the stream ends with it",
 }
 
 

@@ -13,7 +13,7 @@ from cuda_peer import T, Two, post_again, start_two, tensor_of, values, write, w
 from transport_peer import C, S, State, channel_error, wait_for
 
 from rdmarpc.transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout
-from rdmarpc.transport.cuda import kernels as cuda_kernels
+from rdmarpc.transport.cuda.transfer import GROUP_HEAD, JOB_HEAD
 
 pytestmark = pytest.mark.gpu
 
@@ -156,7 +156,7 @@ def test_a_process_may_end_with_copies_under_way(start: Callable[..., Two]) -> N
 def post_nonsense(state: State, remote: bytes) -> str:
     there = RemoteRegion.load(remote)
     transfer: Any = state.channel.prepare([(there, tensor_of(state.device, there.nbytes, "gpu", C))], notify=8)
-    transfer._job._words[cuda_kernels.JOB_HEAD + cuda_kernels.GROUP_HEAD + 2] = 1 << 40  # bytes
+    transfer._job._words[JOB_HEAD + GROUP_HEAD + 2] = 1 << 40  # bytes
     with pytest.raises(RdmaError) as caught:
         transfer.post()
     state.channel.fence(T)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdmarpc.transport import RdmaError
-from rdmarpc.transport.nic.endpoint import Endpoint, route, why_not
+from rdmarpc.transport.nic.ports import Endpoint, route, why_not
 
 endpoints = st.builds(
     Endpoint,

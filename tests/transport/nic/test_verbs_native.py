@@ -12,7 +12,7 @@ import pytest
 
 from rdmarpc.transport import NotSupported, RdmaError
 from rdmarpc.transport.memory import mapping
-from rdmarpc.transport.nic import choice, pyverbs
+from rdmarpc.transport.nic import packages
 from rdmarpc.transport.nic.native import Context, find, half, peek, word
 
 
@@ -58,7 +58,7 @@ def test_the_one_pointer_that_matches() -> None:
 def test_pyverbs_does_not_decide_about_the_logging_of_the_program() -> None:
     handlers, level = list(logging.root.handlers), logging.root.level
     try:
-        provider = pyverbs.Pyverbs()
+        provider = packages.Pyverbs()
     except NotSupported as error:
         pytest.skip(str(error))
     assert logging.root.handlers == handlers and logging.root.level == level
@@ -74,24 +74,24 @@ def test_why_no_package_is_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     built_for_another.mkdir()
     (built_for_another / "__init__.py").touch()
     (built_for_another / "device.cpython-26-x86_64-linux-gnu.so").touch()
-    monkeypatch.setattr(pyverbs, "_FOLDERS", (str(tmp_path),))
+    monkeypatch.setattr(packages, "_FOLDERS", (str(tmp_path),))
     for name in [name for name in sys.modules if name.split(".")[0] in ("pyverbs", "ibverbs")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setitem(sys.modules, "ibverbs", None)
-    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(packages, "_chosen", None)
     with pytest.raises(NotSupported) as raised:
-        choice.choose()
+        packages.choose()
     said = str(raised.value)
     assert "device.cpython-26-x86_64-linux-gnu.so" in said and "ibverbs: " in said
     assert "apt install python3-pyverbs" in said and "pip install ibverbs" in said
     monkeypatch.setenv("RDMARPC_VERBS", "ibverbs")
     with pytest.raises(NotSupported) as raised:
-        choice.choose()
+        packages.choose()
     assert "pyverbs:" not in raised.value.message
     monkeypatch.setenv("RDMARPC_VERBS", "umad")
     with pytest.raises(NotSupported, match="RDMARPC_VERBS='umad' names no provider"):
-        choice.choose()
+        packages.choose()
 
 
 def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: p
     broken.mkdir()
     (broken / "__init__.py").touch()
     for name in ("addr", "cq", "device", "mr", "pd", "qp", "srq"):
-        (broken / f"{name}{pyverbs.importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF not quite")
+        (broken / f"{name}{packages.importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF not quite")
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "pyverbs"}
     for name in before:
         monkeypatch.delitem(sys.modules, name)
-    reason = pyverbs._load_from(str(broken))
+    reason = packages._load_from(str(broken))
     assert "addr" in reason
     assert not [name for name in sys.modules if name.split(".")[0] == "pyverbs"], "halves of a package are left behind"
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rdmarpc.transport import NotSupported
 from rdmarpc.transport.nic import ports as verbs_ports
 from rdmarpc.transport.nic import sysfs
-from rdmarpc.transport.nic.attributes import Gid
-from rdmarpc.transport.nic.endpoint import as_address
-from rdmarpc.transport.nic.sysfs import Found
+from rdmarpc.transport.nic.ports import as_address
+from rdmarpc.transport.nic.sysfs import Found, Gid
 
 
 def gid(index: int, address: str, kind: str = "RoCEv2", netdev: str = "eth0") -> Gid:

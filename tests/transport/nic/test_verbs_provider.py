@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 
 from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
-from rdmarpc.transport.nic import choice, ports, sysfs
-from rdmarpc.transport.nic import status as verbs_status
-from rdmarpc.transport.nic.attributes import LOCAL, REMOTE_WRITE, Route
-from rdmarpc.transport.nic.endpoint import route
+from rdmarpc.transport.nic import libibverbs, packages, ports, sysfs
+from rdmarpc.transport.nic.libibverbs import LOCAL, REMOTE_WRITE, Route
 from rdmarpc.transport.nic.native import Context, Package, half, word
+from rdmarpc.transport.nic.ports import route
 from rdmarpc.transport.words import layout as at
 
 pytestmark = pytest.mark.rdma
@@ -35,7 +34,7 @@ PACKAGES = ["pyverbs"] + ["ibverbs"] * (importlib.util.find_spec("ibverbs") is n
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def provider(request: pytest.FixtureRequest) -> Package:
-    return choice._choose(request.param)
+    return packages._choose(request.param)
 
 
 class Loop:
@@ -154,12 +153,12 @@ def test_a_notified_write_a_read_and_a_wrong_key(loop: Loop) -> None:
     assert (loop.memory[8192 : 8192 + 64] == 5).all()
 
     loop.post(0, at.WR_RDMA_WRITE, 0, 65536, 64, rkey=loop.region.rkey ^ 0x10000)
-    error = verbs_status.error_of(loop.poll(1)[0][1], peer="itself")
+    error = libibverbs.error_of(loop.poll(1)[0][1], peer="itself")
     assert type(error) is RemoteAccessError and error.status == "REM_ACCESS_ERR"
     two.error()
     two.error()
     loop.post(1, at.WR_RDMA_WRITE, 0, 65536, 64)
-    error = verbs_status.error_of(loop.poll(1)[0][1], peer="itself")
+    error = libibverbs.error_of(loop.poll(1)[0][1], peer="itself")
     assert type(error) is PeerLost and error.status == "WR_FLUSH_ERR"
     events = []
     while (event := loop.context.async_event()) is not None:
@@ -283,7 +282,7 @@ def test_the_port_that_is_chosen(provider: Package) -> None:
 
 def test_a_device_that_does_not_open_is_left_out_with_its_reason(provider: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        provider, "new_context", lambda name: (_ for _ in ()).throw(verbs_status.failure(name, "ibv_open_device", 13))
+        provider, "new_context", lambda name: (_ for _ in ()).throw(libibverbs.failure(name, "ibv_open_device", 13))
     )
     with pytest.raises(NotSupported) as raised:
         ports.choose(provider)

@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 
 from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
-from rdmarpc.transport.nic import pyverbs
-from rdmarpc.transport.nic import status as verbs_status
-from rdmarpc.transport.nic.attributes import DeviceAttr
+from rdmarpc.transport.nic import libibverbs, packages
+from rdmarpc.transport.nic.libibverbs import DeviceAttr
 from rdmarpc.transport.words import layout
 
 LIMITS = DeviceAttr("1.0", 500, 1 << 30, 10, 10, 10, 16, 16)
@@ -22,7 +21,7 @@ LIMITS = DeviceAttr("1.0", 500, 1 << 30, 10, 10, 10, 16, 16)
 def enums() -> ModuleType:
     """The numbers as rdma-core publishes them to Python."""
     try:
-        pyverbs.Pyverbs()
+        packages.Pyverbs()
     except NotSupported as error:
         pytest.skip(str(error))
     try:
@@ -32,11 +31,11 @@ def enums() -> ModuleType:
 
 
 def test_every_number_has_its_name(enums: ModuleType) -> None:
-    for number, meaning in verbs_status.MEANINGS.items():
+    for number, meaning in libibverbs.MEANINGS.items():
         assert getattr(enums, f"IBV_WC_{meaning.name}") == number
-    for number, name in enumerate(verbs_status.EVENTS):
+    for number, name in enumerate(libibverbs.EVENTS):
         assert getattr(enums, f"IBV_EVENT_{name}") == number
-    assert set(verbs_status.LOSES_ALL) < set(verbs_status.EVENTS)
+    assert set(libibverbs.LOSES_ALL) < set(libibverbs.EVENTS)
     named = [name for name in vars(layout) if name.startswith(("WC_", "WR_", "SEND_", "QPS_", "QPT_", "ACCESS_"))]
     compared = [name for name in named if hasattr(enums, f"IBV_{name}")]
     assert len(compared) >= 19
@@ -56,23 +55,23 @@ def test_every_number_has_its_name(enums: ModuleType) -> None:
     ],
 )
 def test_a_completion_that_failed_is_an_error_of_ours(name: str, kind: type[RdmaError]) -> None:
-    (number,) = (number for number, meaning in verbs_status.MEANINGS.items() if meaning.name == name)
-    error = verbs_status.error_of(number, peer="b:1", vendor_err=0x77)
+    (number,) = (number for number, meaning in libibverbs.MEANINGS.items() if meaning.name == name)
+    error = libibverbs.error_of(number, peer="b:1", vendor_err=0x77)
     assert type(error) is kind
     assert (error.status, error.peer, error.device) == (name, "b:1", "verbs")
     assert error.hint and "0x77" in str(error)
 
 
 def test_a_number_of_a_later_version_is_an_error_as_well() -> None:
-    assert verbs_status.error_of(99, peer="b").status == "STATUS_99"
-    assert verbs_status.event_name(99) == "EVENT_99" and verbs_status.event_name(-1) == "EVENT_-1"
+    assert libibverbs.error_of(99, peer="b").status == "STATUS_99"
+    assert libibverbs.event_name(99) == "EVENT_99" and libibverbs.event_name(-1) == "EVENT_-1"
 
 
 def test_a_verb_that_failed() -> None:
-    error = verbs_status.failure("mlx5_0", "ibv_create_cq", errno.ENOMEM)
+    error = libibverbs.failure("mlx5_0", "ibv_create_cq", errno.ENOMEM)
     assert (type(error), error.status, error.device) == (RdmaError, "ENOMEM", "mlx5_0") and "memlock" in error.hint
-    assert type(verbs_status.failure("mlx5_0", "ibv_create_srq", errno.EOPNOTSUPP)) is NotSupported
-    assert verbs_status.failure("mlx5_0", "ibv_create_cq", 9999).status == "9999"
+    assert type(libibverbs.failure("mlx5_0", "ibv_create_srq", errno.EOPNOTSUPP)) is NotSupported
+    assert libibverbs.failure("mlx5_0", "ibv_create_cq", 9999).status == "9999"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +89,6 @@ def test_which_limit_a_registration_met(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, status: str, locked: int, mapped: bool, said: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (locked, locked))
-    error = verbs_status.registration_failure("mlx5_0", nbytes, status, LIMITS, mapped=mapped)
+    error = libibverbs.registration_failure("mlx5_0", nbytes, status, LIMITS, mapped=mapped)
     assert isinstance(error, RegistrationError) and said in str(error) and str(nbytes) in str(error)
     assert (error.device, error.status) == ("mlx5_0", status)

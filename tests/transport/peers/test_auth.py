@@ -14,7 +14,7 @@ from transport_peer import works
 
 from rdmarpc.transport import AuthenticationError, Device, PeerLost, RdmaError, TransferTimeout
 from rdmarpc.transport.peers import auth
-from rdmarpc.transport.peers.identity import Identity, uid_of
+from rdmarpc.transport.peers.auth import Identity, uid_of
 
 T = 30.0
 SECRET = b"what all of them know"

@@ -17,7 +17,7 @@ from transport_peer import Peer, State, accept, make, works
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
 from rdmarpc.transport.memory.arena import Segment
 from rdmarpc.transport.memory.mapping import mapped, memfd
-from rdmarpc.transport.peers.handed import received
+from rdmarpc.transport.shm.memory import received
 
 T = 30.0
 Open = Callable[..., Device]

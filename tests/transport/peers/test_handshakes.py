@@ -17,9 +17,17 @@ import pytest
 from test_strangers import SESAME, patient, raw_socket
 from transport_peer import Peer, State, works
 
-from rdmarpc.transport import AuthenticationError, Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout
-from rdmarpc.transport.peers import auth
-from rdmarpc.transport.peers import handshakes as of_handshakes
+from rdmarpc.transport import (
+    AuthenticationError,
+    Channel,
+    Device,
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    TransferTimeout,
+    listening,
+)
+from rdmarpc.transport.peers import auth, service
 from rdmarpc.transport.shm import device as of_shm
 
 T = 30.0
@@ -63,7 +71,7 @@ def test_a_worker_connects_past_more_slow_strangers_than_are_served_at_once(
     peer = start_peer(kind)
     peer.call(patient_there)  # else strangers would go by themselves
     device = open_device(kind)
-    with dribbling(peer.address, of_handshakes.MAX_UNPROVEN + 40):
+    with dribbling(peer.address, service.MAX_UNPROVEN + 40):
         for _ in range(3):
             channel = device.connect(peer.address, timeout=T)
             channel.notify(1)
@@ -87,7 +95,8 @@ def test_a_handshake_has_one_deadline_however_slowly_the_peer_trickles(
 def test_a_worker_that_has_proven_itself_may_be_slow(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that gives it the processor seldom. It was hung up on, and its connection was lost."""
     monkeypatch.setattr("rdmarpc.transport.listening.HANDSHAKE_S", 0.5)
-    slow = lambda *given: (of_handshakes.reach(*given), time.sleep(1.5))[0]  # noqa: E731
+    reach = listening.reach
+    slow = lambda *given: (reach(*given), time.sleep(1.5))[0]  # noqa: E731
     monkeypatch.setattr("rdmarpc.transport.listening.reach", slow)
     b, a = open_device(kind), open_device(kind)
     a.connect(b.address, timeout=T).notify(1)
@@ -181,7 +190,7 @@ def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None
 
 
 def test_the_oldest_stranger_makes_way(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_handshakes, "MAX_UNPROVEN", 3)
+    monkeypatch.setattr(service, "MAX_UNPROVEN", 3)
     patient(monkeypatch)
     device = open_device(kind)
     strangers = [raw_socket(device.address) for _ in range(4)]

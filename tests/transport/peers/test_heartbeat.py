@@ -18,8 +18,7 @@ import pytest
 from timing import eventually
 
 from rdmarpc.transport import open_device
-from rdmarpc.transport.peers.heartbeat import Heart, Looks
-from rdmarpc.transport.peers.pulse import FREE, Pulse
+from rdmarpc.transport.peers.heartbeat import FREE, Heart, Looks, Pulse
 from rdmarpc.transport.words import kernels
 
 _FRAME = struct.Struct("<II")  # kind (1 data, 2 beat), bytes that follow

@@ -20,7 +20,7 @@ from rdmarpc import transport
 from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
 from rdmarpc.transport.tcp import transfer as posts
 from rdmarpc.transport.tcp.channel import TcpChannel
-from rdmarpc.transport.tcp.wire import HEADER, LAST, NOTIFY, WRITE
+from rdmarpc.transport.tcp.outbox import HEADER, LAST, NOTIFY, WRITE
 
 T = 20.0
 

@@ -33,9 +33,8 @@ from rdmarpc.transport import (
 )
 from rdmarpc.transport.gpu import driver as cuda_driver
 from rdmarpc.transport.memory.memory import Memory
-from rdmarpc.transport.nic import choice
-from rdmarpc.transport.nic.attributes import REMOTE_WRITE
-from rdmarpc.transport.nic.libibverbs import DmaBufMR
+from rdmarpc.transport.nic import packages
+from rdmarpc.transport.nic.libibverbs import REMOTE_WRITE, DmaBufMR
 from rdmarpc.transport.nic.native import Context, MemoryRegion
 from rdmarpc.transport.notify import Expectation, Poller
 from rdmarpc.transport.verbs import gpu as verbs_gpu
@@ -548,7 +547,7 @@ def test_within_auto(helped: softgpu.Process, record_property: Callable[[str, ob
 def test_soft_roce_takes_no_dma_buf() -> None:
     """Through each package: what an adapter without says to a bad descriptor, and to a good one."""
     assert gpudirect.ask("rxe0") == "EOPNOTSUPP"
-    context = Context(choice.choose(), "rxe0")
+    context = Context(packages.choose(), "rxe0")
     fd = os.memfd_create("no dma-buf")
     os.truncate(fd, 1 << 16)
     try:

@@ -19,10 +19,10 @@ import pytest
 from forks import forks
 
 import rdmarpc.transport
-from rdmarpc.transport.words import atomics, cache, compiled, kernels
+from rdmarpc.transport.words import atomics, compiled, kernels
 from rdmarpc.transport.words.symbols import i64
 
-_SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
+_SOURCES = ("atomics", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
 _NOBODY = pwd.getpwnam("nobody").pw_uid
 _NAMELESS = 4_000_000
 _TINY = 1000  # bytes: less than any file of the cache
@@ -133,11 +133,11 @@ def test_a_damaged_file(place):
 
 
 def test_every_damage_is_seen(tmp_path):
-    path, entries = tmp_path / "file", {"a": cache.Entry(b"1" * 32, b"code"), "b": cache.Entry(b"2" * 32, b"")}
-    cache._write(path, entries)
-    assert cache._read(path) == entries
+    path, entries = tmp_path / "file", {"a": compiled.Entry(b"1" * 32, b"code"), "b": compiled.Entry(b"2" * 32, b"")}
+    compiled._write(path, entries)
+    assert compiled._read(path) == entries
     whole = path.read_bytes()
-    first = len(cache._MAGIC)
+    first = len(compiled._MAGIC)
     ends = {len(whole) - 1, first + 1, 0, 5}
     for damaged in (
         *(whole[:end] for end in ends),
@@ -145,7 +145,7 @@ def test_every_damage_is_seen(tmp_path):
     ):
         path.write_bytes(damaged)
         with pytest.raises((ValueError, UnicodeError)):
-            cache._read(path)
+            compiled._read(path)
 
 
 @pytest.mark.parametrize("how", ["open to all", "of another user", "a link"])
