@@ -2,9 +2,9 @@
 
 Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
 place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
-*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
-What travels is a *run* of bytes. Usually one tensor lies in it; other tensors of the message that share its memory
-(``sharing``) only refer to it. ``layout`` decides which part of a tensor's memory is its run.
+*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is). What
+travels is a *run* of bytes. Usually one tensor lies in it; other tensors of the message that share its memory only refer to it.
+``layout`` decides which part of a tensor's memory is its run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..transport import Block, Channel, Device, RdmaError, RemoteRegion, size_class
-from . import layout, sharing
+from . import layout
 from .layout import Description
 
 # The function behind ``ctypes.string_at``, without a Python function in between.
@@ -120,7 +120,7 @@ def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> tuple[list[
     entries: list[Entry] = []
     sizes = []
     inline = 0
-    places = sharing.plan(tensors) if len(tensors) > 1 else None
+    places = layout.plan(tensors) if len(tensors) > 1 else None
     for index, tensor in enumerate(tensors):
         place = places.get(index) if places is not None else None
         known, gathered = layout.as_it_lies(tensor) if place is None else None, False
@@ -156,7 +156,7 @@ def _entry(way: int, text: bytes) -> bytes:
     return _ENTRY.pack(way, len(text)) + text
 
 
-def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
+def _describe(tensor: torch.Tensor, place: layout.Place | None) -> tuple[torch.Tensor, bytes, int]:
     """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
     if place is not None and place.run is not None:
         flips, strides = layout.physical(tensor)[1], tensor.stride()
