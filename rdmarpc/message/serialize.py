@@ -15,6 +15,7 @@ import ctypes
 import io
 import pickle
 import struct
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import arrays, device_maps, gpu, permits, reducers, unpicklable
+from . import arrays, device_maps, gpu, permits, reducers
 from .incoming import Came, beside, in_parts, landed
 from .layout import travels
 
@@ -191,7 +192,7 @@ def dumps(
         for item in message.enclosed:
             item.undo()
         if isinstance(error, Exception):
-            unpicklable.explain(error, value, names, _fails)
+            _explain(error, value, names)
         raise
     if parts is not None:
         parts += message.parts
@@ -355,7 +356,7 @@ def reference(function: Any) -> bytes | None:
     try:
         found = pickle.dumps(function, 5)
     except Exception as error:
-        unpicklable.hint(error)
+        _hint(error)
         raise
     _references[function] = found
     return found
@@ -388,3 +389,54 @@ def label(function: Any, args: tuple[Any, ...]) -> str:
     if isinstance(function, MethodType):
         return f"{type(function.__self__).__qualname__}:{function.__func__.__qualname__}"
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+# -- why something cannot be pickled: where it is, and what would help
+
+_EXPLAIN_S, _EXPLAIN_DEPTH = 0.25, 30
+_SYMBOLIC = "torch.fx.proxy"
+
+
+def _explain(error: Exception, value: Any, names: tuple[str, ...]) -> None:
+    """Add to the error's text which part of ``value`` it is about, as a path. ``names``: of the members of ``value``,
+    the tuple that makes up a call; none for a result. Takes a quarter of a second and the pickling of one part at most; a path
+    that is not complete then ends early."""
+    deadline = time.monotonic() + _EXPLAIN_S
+    path, culprit = "" if names else "result", value
+    for _ in range(_EXPLAIN_DEPTH):
+        if type(culprit).__module__ == _SYMBOLIC:  # any attribute of it is another one
+            _append(error, "; values of a symbolic trace have no data: put the call into a function that torch.fx.wrap names")
+            break
+        # An object that holds itself leads nowhere new: the depth is limited.
+        found = next((part for part in _members(culprit) if time.monotonic() < deadline and _fails(part[1])), None)
+        if found is None or time.monotonic() >= deadline:
+            break
+        step, culprit = found
+        path = path + step if path else names[int(step[1:-1])]
+    if culprit is not value:
+        _append(error, f" (in {path}, a {type(culprit).__name__})")
+    _hint(error)
+
+
+def _hint(error: Exception) -> None:
+    """Add what helps with functions that have no name another process could find."""
+    text = str(error)
+    if "<lambda>" in text or "<locals>" in text or "local object" in text:
+        _append(error, "; functions and classes defined on the spot travel with RpcBackendOptions(pickler='cloudpickle')")
+
+
+def _append(error: Exception, text: str) -> None:
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (error.args[0] + text,)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that an object holds, each with the Python expression that leads to it."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        yield from ((f".{name}", part) for name, part in vars(value).items())
+    elif hasattr(value, "__self__"):
+        yield ".__self__", value.__self__
