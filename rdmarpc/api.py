@@ -31,7 +31,6 @@ from .gather import _barrier as _barrier
 from .internal import PythonUDF as PythonUDF
 from .internal import _internal_rpc_pickler
 from .links import exits
-from .message import script as _script  # noqa: F401 (says how TorchScript travels)
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug

@@ -17,9 +17,9 @@ from torch.autograd.graph import GradientEdge
 from .calls import agent as _agent
 from .gradients import waves
 from .gradients.context import Context, Contexts, current
-from .gradients.error import BackwardError as BackwardError
 from .gradients.record import edge
 from .gradients.waves import check_types, scalars
+from .message.errors import BackwardError as BackwardError
 
 _NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
 

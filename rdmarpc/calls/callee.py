@@ -48,7 +48,7 @@ from ..links.post import Post
 from ..links.promises import Promises
 from ..links.reads import AWAY, Fetch, Kept
 from ..links.ring import MAX_BODY, Link
-from ..message import permits, serialize
+from ..message import errors, permits, serialize
 from ..message.layout import as_it_lies, travels
 from ..message.tensors import (
     INLINE_BYTES,
@@ -63,7 +63,7 @@ from ..message.tensors import (
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
-from . import errors, profiled
+from . import profiled
 from .handover import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024

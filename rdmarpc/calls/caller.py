@@ -52,9 +52,9 @@ from ..links.polling.progress import Progress
 from ..links.post import Post, tell
 from ..links.reads import AWAY, Fetch
 from ..links.ring import QUEUE_BYTES, Link, Room
-from ..message import script, serialize
-from ..message.arrays import Arrived
+from ..message import errors, reducers, serialize
 from ..message.layout import as_it_lies, travels
+from ..message.reducers import Arrived
 from ..message.tensors import (
     HANDED,
     INLINE_BYTES,
@@ -71,7 +71,6 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
-from . import errors
 from .pending import Answer, Future, Pending
 from .timeouts import Timeouts
 
@@ -105,7 +104,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     tensors: list[torch.Tensor] | None
     if not name:
         if isinstance(function, torch.jit.ScriptFunction):
-            script.check(function, args)
+            reducers.check_arguments(function, args)
         payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts)
     elif kind == GRADIENTS:
         payload, tensors = b"", serialize.flat(args)

@@ -16,7 +16,7 @@ from ..links.grants import Signature
 from ..links.polling.modes import check_real, dispatch_modes, tracing
 from ..links.reads import Fetch
 from ..links.ring import Link
-from ..message.arrays import Arrived, use_here
+from ..message.reducers import Arrived, use_here
 from ..message.tensors import Landing
 from ..transport import TransferTimeout, bare
 

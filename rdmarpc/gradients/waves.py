@@ -34,7 +34,7 @@ import torch
 from ..base import here
 from ..functions import TOLD_WHO
 from ..links.frames import CONTROL
-from . import error as grad_error
+from ..message import errors
 from .behind import inner_edges
 from .context import Context, Name
 from .graph import reach
@@ -266,7 +266,7 @@ Calls = Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 def _located(agent: Any, error: BaseException) -> Exception:
     """The error as it crosses. Counts gradients that were not their sender's to bring, where that was found out."""
     agent.contexts.refused_gradients += type(error) is ForeignGradients
-    return grad_error.located(error, agent.me.id, agent.name)
+    return errors.located(error, agent.me.id, agent.name)
 
 
 def backward(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
@@ -395,7 +395,7 @@ def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
     if isinstance(result, torch.futures.Future):
         return result.then(lambda future: _answered(future.value()))
     if isinstance(result, Exception):
-        error = grad_error.dump(result)
+        error = errors.dump_located(result)
         return _ANSWER.pack(len(error), 0) + error, ()
     heads, gradients = _pack(result.arrivals)
     holders = _packed(result.holders) if result.holders else b""
@@ -406,7 +406,7 @@ def _load_reply(packed: bytes, gradients: Any) -> Reply:
     """``gradients``: a tuple of them, or the only one."""
     error, holders = _ANSWER.unpack_from(packed)
     if error:
-        raise grad_error.load(packed[_ANSWER.size :])
+        raise errors.load_located(packed[_ANSWER.size :])
     end = _ANSWER.size + holders * _HOLDER.size
     gradients = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
     return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]) if holders else set())

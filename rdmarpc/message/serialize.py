@@ -17,14 +17,14 @@ import pickle
 import struct
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import arrays, device_maps, gpu, permits, reducers
+from . import device_maps, gpu, permits, reducers
 from .incoming import Came, beside, in_parts, landed
 from .layout import travels
 
@@ -83,8 +83,8 @@ class Message:
             raise RuntimeError("Can not pickle torch.futures.Future")
         if isinstance(value, type):
             return reducers.reduce_class(value)
-        if arrays.is_array(kind):
-            return arrays.reduce_array(value)
+        if reducers.is_cupy(kind):
+            return reducers.reduce_cupy(value)
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
@@ -107,7 +107,11 @@ _parts: dict[type, Callable[[Any], Any]] = {
     torch.UntypedStorage: reducers.reduce_storage,
     torch.storage.TypedStorage: reducers.reduce_typed_storage,
 }
-_reducers: dict[type, Callable[[Any, Message], Any]] = {}
+_reducers: dict[type, Callable[[Any, Message], Any]] = {
+    torch.jit.ScriptFunction: reducers.reduce_function,
+    torch.jit.RecursiveScriptModule: reducers.reduce_module,
+    torch._C.ScriptModule: reducers.reduce_native_module,
+}
 
 
 def register_reducer(kind: type, reduce: Callable[[Any, Message], Any]) -> None:
@@ -210,7 +214,7 @@ def loads(
     tensors: list[torch.Tensor],
     references: list[Any] | None = None,
     parts: list[torch.Tensor] | None = None,
-    arrived: list[arrays.Arrived] | None = None,
+    arrived: list[reducers.Arrived] | None = None,
 ) -> Any:
     """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there; ``arrived`` gets the
     arrays of cupy. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
@@ -253,14 +257,35 @@ _needed_by_value: Callable[[Any], bool] | None = None
 """Whether a function or class has to travel by value."""
 
 
+@cache
+def _by_value() -> type[pickle.Pickler]:
+    import cloudpickle  # it need not be installed
+
+    class Pickler(cloudpickle.Pickler):
+        """Asks ``reduce`` first, and leaves the rest to cloudpickle."""
+
+        def __init__(self, file: io.BytesIO, reduce: Reduce, in_band: InBand) -> None:
+            super().__init__(file, protocol=5, buffer_callback=in_band)
+            self._reduce = reduce
+
+        def reducer_override(self, value: Any) -> Any:
+            found = self._reduce(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return Pickler
+
+
+def _found_nowhere(function: Any) -> bool:
+    """Whether a function or class cannot be found by its name in another process: defined in ``__main__`` or on the spot."""
+    return function.__module__ == "__main__" or "<" in function.__qualname__
+
+
 def use_cloudpickle(wanted: bool) -> None:
     """Whether lambdas, local functions and what is defined in ``__main__`` travel by value from here on (one setting a
     process). ``ImportError`` if cloudpickle is not installed."""
     global _pickler, _needed_by_value
     if wanted:
-        from . import by_value  # cloudpickle need not be installed
-
-        _pickler, _needed_by_value = by_value.Pickler, by_value.needed
+        _pickler, _needed_by_value = _by_value(), _found_nowhere
     else:
         _pickler, _needed_by_value = _Pickler, None
     _references.clear()

@@ -12,14 +12,13 @@ from ..base import here
 from ..base.futures import Awaitable, fail, mapped
 from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
-from ..gradients import error as grad_error
 from ..gradients import waves
 from ..gradients.context import current as current_context
 from ..gradients.implicit import Fetched
 from ..gradients.waves import check_types, referenced_scalar, scalars
 from ..internal import taken_apart
 from ..links.frames import CONTROL
-from ..message import serialize
+from ..message import errors, serialize
 from ..message.incoming import landed_reference
 from ..transport import PeerLost, TransferTimeout, bare, fresh
 from .forks import Created, Fork
@@ -186,7 +185,7 @@ class RRef(Generic[T]):
             args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
             packed = ask(self, _backward, args, flags=CONTROL).result()
             if packed:
-                raise grad_error.load(packed)
+                raise errors.load_located(packed)
             return
         value = referenced_scalar(self.local_value())
         if dist_autograd_ctx_id == -1:
@@ -368,7 +367,7 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
             waves.backward(agent, context, [root], retain_graph)
             packed = None
         except Exception as error:
-            packed = grad_error.dump(error)
+            packed = errors.dump_located(error)
         done.set_result(packed)
 
     def begin(_: torch.futures.Future[Any]) -> None:

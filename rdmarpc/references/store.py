@@ -201,12 +201,12 @@ class RRefStore:
         if future is not None:
             future.set_result(value)
 
-    def fail(self, rref: int, error: BaseException) -> None:
+    def fail(self, rref: int, error: Exception) -> None:
         with self._lock:
             owned = self._settle(rref)
             future = None if owned is None else owned.future
         if future is not None:
-            fail(future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+            fail(future, error)
 
     def _settle(self, rref: int) -> Owned | None:
         """With the lock held: the entry that a creating call completes; ``None`` if there are no references to it, or only some

@@ -1,12 +1,16 @@
-"""How an exception of a function crosses: with its type, its text and the remote traceback.
+"""How an exception crosses: with its type, its text and the remote traceback.
 
-What goes out is a text (the callee logs the error too: ``tell``) and, each pickled by itself so that one that cannot be
-read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
+Of a function (``dump``, ``rebuild``) a text goes out (the callee logs the error too: ``tell``) and, each pickled by itself so
+that one that cannot be read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
 
 1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
 2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;
 3. the type, made with the remote text;
 4. where even that fails: ``RuntimeError`` with both. So arrive types that ``allow`` does not have, which are not looked for.
+
+Of a backward pass (``located``, ``dump_located``, ``load_located``) the worker that began it gets a ``BackwardError`` that is
+of the original type too. Its text begins as in ``torch.distributed.autograd``: one ``Error on Node <worker id>: `` for each
+worker that it passed, then the original text; what follows is the traceback of the worker where it happened.
 """
 
 from __future__ import annotations
@@ -15,19 +19,25 @@ import os
 import pickle
 import sys
 import traceback
+from contextlib import suppress
+from functools import cache
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from ..base.worker_info import WorkerInfo
-from ..message import permits
-from ..message.script import ScriptError
 from ..transport import Guard, for_others
+from . import permits
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
 )
 _OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
+
+
+class ScriptError(torch.jit.Error, RuntimeError):
+    """What a TorchScript function raised at the callee. Programs written for torch's RPC catch ``RuntimeError``."""
 
 
 def dump(error: BaseException, me: WorkerInfo) -> bytes:
@@ -124,3 +134,82 @@ def _where(trace: TracebackType | None) -> str:
             return name
         trace = trace.tb_next
     return name
+
+
+class BackwardError(RuntimeError):
+    """A backward pass failed: a node, a hook, or a worker that was lost. Also an instance of the original exception's type
+    where the two can be one."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@cache
+def _kind(original: type) -> Any:
+    if issubclass(original, BackwardError):
+        return original
+    named = {"__module__": original.__module__, "_original": original}
+    try:
+        return type(original.__name__, (BackwardError, original), named)
+    except Exception:  # the two are laid out differently, or the original wants no heirs
+        return BackwardError
+
+
+def _new(kind: Any, original: type, text: str) -> Any:
+    """An error that no constructor has seen. Types that are laid out otherwise than ``RuntimeError`` (``OSError``) can be made
+    by a ``__new__`` of their own only."""
+    for base in (kind, *original.__mro__):
+        with suppress(Exception):
+            return base.__new__(kind, text)
+    return BackwardError.__new__(BackwardError, text)
+
+
+def _made(original: type, text: str, state: dict[str, Any]) -> Exception:
+    """The error to raise."""
+    kind = _kind(original)
+    error = _new(kind, original, text)
+    error.args = (text,)
+    error.__dict__.update(state)
+    return error
+
+
+def located(error: BaseException, worker_id: int, name: str) -> Exception:
+    """The ``BackwardError`` for an error that was raised at a worker, or came to it from another. It holds no frames."""
+    prefix = f"Error on Node {worker_id}: "
+    if isinstance(error, BackwardError):
+        return _made(_original(error), prefix + str(error), error.__dict__)
+    try:
+        text = str(error)
+    except BaseException as reason:
+        text = f"{type(error).__name__} (its text cannot be made: {type(reason).__name__})"
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    kind = type(error) if isinstance(error, Exception) else RuntimeError
+    return _made(kind, f"{prefix}{text}\n\nOn worker {name}:\n{trace}", error.__dict__)
+
+
+def _original(error: Exception) -> type:
+    return getattr(error, "_original", RuntimeError)
+
+
+def dump_located(error: Exception) -> bytes:
+    """Pickle an error made by ``located``. Its attributes, and then its type, are left out if they cannot be pickled."""
+    kind, state = _original(error), error.__dict__
+    for attempt in ((kind, state), (kind, {})):
+        try:
+            packed = pickle.dumps(attempt, 5)
+            pickle.loads(packed)
+            return pickle.dumps((str(error), packed), 5)
+        except Exception:
+            continue
+    return pickle.dumps((str(error), pickle.dumps((RuntimeError, {}), 5)), 5)
+
+
+def load_located(packed: bytes) -> Exception:
+    text, inner = permits.loads(packed)
+    try:
+        kind, state = permits.loads(inner)
+    except Exception:  # a type that is not known, or not allowed, here
+        return BackwardError(text)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return BackwardError(text)
+    return _made(kind, text, state)
