@@ -30,7 +30,7 @@ from .gather import _all_gather
 from .gather import _barrier as _barrier
 from .internal import PythonUDF as PythonUDF
 from .internal import _internal_rpc_pickler
-from .links import exits
+from .links import losses
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug
@@ -72,7 +72,7 @@ def init_rpc(
         _joining.release()
     agent.ready.set()
     debug.listen_to_signal()
-    exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
+    losses.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
 
 
 _joining = threading.Lock()
@@ -109,7 +109,7 @@ def end_with_the_interpreter() -> None:
 
 def _say_goodbye(agent: weakref.ref[Agent]) -> None:
     """If an exception ends this process. Otherwise it may still shut down, in a callback of ``atexit``."""
-    if (found := agent()) is not None and found is _agent.found() and exits.reason()[0]:
+    if (found := agent()) is not None and found is _agent.found() and losses.own_end()[0]:
         found.say_goodbye()
 
 

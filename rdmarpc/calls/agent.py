@@ -22,18 +22,17 @@ from ..base.worker_info import WorkerInfo
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..links import exits, reads
+from ..links import messages
 from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, GRADIENTS, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
-from ..links.losses import Losses
+from ..links.losses import Losses, own_end
+from ..links.messages import Post, tell
 from ..links.polling.modes import check_real, dispatch_modes, function_modes, tracing, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.post import Post, tell
-from ..links.reading import Handler, Reading
 from ..links.ring import Link
-from ..links.table import Links
+from ..links.table import Handler, Links, Reading
 from ..message import gpu, permits, serialize
 from ..message.device_maps import DeviceMap, Targets
 from ..options import RpcBackendOptions, open_by
@@ -135,8 +134,8 @@ class Agent:
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        resume = partial(reads.resume, self.callee)
-        self.reading = Reading(self.links, self.losses, self.progress, self.device.name, resume, _takes(self))
+        resume = partial(messages.resume, self.callee)
+        self.reading = Reading(self.links, self.losses.refuse, self.progress, self.device.name, resume, _takes(self))
         self.progress.read = self.reading.read
         self.pool.start()
         self.caller.timeouts.on_tick = self._look_after
@@ -357,7 +356,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.pool.submit(partial(reads.resume, self.callee, link))
+                self.pool.submit(partial(messages.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
@@ -396,7 +395,7 @@ class Agent:
         """Tell every peer which exception ends this process, if one does: their ``PeerLost`` names it. Workers that connect
         from now on are told so too, and get no link. The call waits only for rings that were never written to; a peer with a
         full ring is not told."""
-        kind, text = exits.reason()
+        kind, text = own_end()
         links = self.connections.leave(kind, text)
         links = links if kind else []
         for link in links:

@@ -46,11 +46,10 @@ from ..links.frames import (
     request_head,
     response_body,
 )
+from ..links.messages import AWAY, Fetch, Post, tell
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.post import Post, tell
-from ..links.reads import AWAY, Fetch
 from ..links.ring import QUEUE_BYTES, Link, Room
 from ..message import errors, reducers, serialize
 from ..message.layout import as_it_lies, travels

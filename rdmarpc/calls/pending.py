@@ -13,8 +13,8 @@ from ..base import streams
 from ..base.futures import Awaitable, fail
 from ..links.frames import Frame
 from ..links.grants import Signature
+from ..links.messages import Fetch
 from ..links.polling.modes import check_real, dispatch_modes, tracing
-from ..links.reads import Fetch
 from ..links.ring import Link
 from ..message.reducers import Arrived, use_here
 from ..message.tensors import Landing
