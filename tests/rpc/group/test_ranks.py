@@ -18,7 +18,7 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links.group.rendezvous import Rendezvous
+from rdmarpc.links.group.meeting import Rendezvous
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from rdmarpc import RpcBackendOptions
 from rdmarpc.links.group import job_secret, meeting
-from rdmarpc.links.group.meeting import Again, Meeting
-from rdmarpc.links.group.rendezvous import Rendezvous
+from rdmarpc.links.group.meeting import Again, Meeting, Rendezvous
 from rdmarpc.transport import TransferTimeout
 
 _pids = itertools.count(1 << 23)  # above every number that a process can have
