@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from .calls import agent as _agent
 from .gradients import waves
 from .gradients.context import Context, Contexts, current
-from .gradients.record import edge
+from .gradients.graph import edge
 from .gradients.waves import check_types, scalars
 from .message.errors import BackwardError as BackwardError
 

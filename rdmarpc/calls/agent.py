@@ -36,9 +36,9 @@ from ..links.table import Handler, Links, Reading
 from ..message import gpu, permits, serialize
 from ..message.device_maps import DeviceMap, Targets
 from ..options import RpcBackendOptions, open_by
-from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
+from ..references.mail import Carrier
 from ..references.store import LOCAL_BITS
 from ..transport import (
     Channel,

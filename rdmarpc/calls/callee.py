@@ -19,7 +19,7 @@ from ..base.futures import Value, known
 from ..base.worker_info import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
-from ..gradients.record import unbound
+from ..gradients.graph import unbound
 from ..gradients.waves import deliver
 from ..links import messages
 from ..links.frames import (

@@ -24,7 +24,7 @@ import torch
 
 from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
-from ..gradients.record import unbound
+from ..gradients.graph import unbound
 from ..gradients.waves import deliver
 from ..links.frames import (
     BULK,
@@ -70,8 +70,7 @@ from ..message.tensors import (
 )
 from ..references.context import RRefContext
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
-from .pending import Answer, Future, Pending
-from .timeouts import Timeouts
+from .pending import Answer, Future, Pending, Timeouts
 
 _CALL = ("function", "args", "kwargs")
 _GRADIENTS = b"gradients"

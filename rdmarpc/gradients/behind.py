@@ -30,10 +30,8 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 
 from ..base.streams import use_here
 from ..transport import NotSupported, sole
+from .graph import Node, Sent, edge, engaged
 from .implicit import of_others
-from .record import Sent, edge, engaged
-
-Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 SINK: Any = getattr(getattr(distributed, "_DDPSink", None), "_backward_cls", None)

@@ -31,8 +31,8 @@ from ..base import streams
 from ..base.streams import joint, use_here
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..transport import nobody, sole
+from .graph import ANCHOR, Sent, Source, received, sent
 from .local import Pass
-from .record import ANCHOR, Sent, Source, received, sent
 
 WORKER_SHIFT = 48
 _REMEMBERED = 4096

@@ -21,7 +21,7 @@ from torch.autograd.variable import Variable
 from torch.utils.hooks import unserializable_hook
 
 from ..transport import NotSupported
-from .record import engaged
+from .graph import engaged
 
 _engine = Variable._execution_engine
 Bring = Callable[[list[Any], bool, list[torch.Tensor]], None]

@@ -37,9 +37,8 @@ from ..links.frames import CONTROL
 from ..message import errors
 from .behind import inner_edges
 from .context import Context, Name
-from .graph import reach
+from .graph import RECEIVED, reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
-from .record import RECEIVED
 
 # What stands where a call has its function: of a GRADIENTS frame (_PASS, then as _GRADIENTS says) and of its answer (_ANSWER,
 # an error, _HOLDER for each, then as _GRADIENTS says: _ENTRY for each message, then _PLACE for each gradient).

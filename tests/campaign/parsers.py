@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rdmarpc.base.worker_info import WorkerInfo
-from rdmarpc.calls import errors
 from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
-from rdmarpc.message import layout, serialize, tensors
+from rdmarpc.message import errors, layout, serialize, tensors
 from rdmarpc.message.tensors import Places
 from rdmarpc.places.plain import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail

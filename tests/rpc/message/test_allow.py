@@ -107,7 +107,7 @@ ATTACKS = [
     Evil("rdmarpc.message.reducers", "_load", b""),
     Evil("rdmarpc.references.handle", "_fetch", 1),
     Evil("rdmarpc.gradients.waves", "deliver", 0, b"", ()),
-    Evil("rdmarpc.references.proxy", "_run", None, "name", (), {}),
+    Evil("rdmarpc.references.handle", "_run", None, "name", (), {}),
     Evil("rdmarpc.places.runners", "open_stream", "k", "worker0", "cpu", 1, b"", b"", 1),
     Evil("rdmarpc.places.runners", "take_large", "k", 1),
     Evil("rdmarpc.places.worker", "Runner"),
