@@ -20,7 +20,7 @@ import torch
 
 from . import autograd, internal, timeline
 from .base import here
-from .base.worker_info import WorkerInfo
+from .base.here import WorkerInfo
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from ..base import forked, here, streams
-from ..base.worker_info import WorkerInfo
+from ..base import here, streams
+from ..base.here import WorkerInfo
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
@@ -440,7 +440,7 @@ class Agent:
         has to be kept for ever."""
         kept = self, self._links
         self._links = self.links.by_worker = {}  # so that every call comes to ``Connections.to``, which refuses it
-        self.caller.forked(RdmaError(forked.TEXT))
+        self.caller.forked(RdmaError(here.FORKED))
         self.callee.forked = True
         self.garbage.clear()
         gpu.current = streams.current = None

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from ..base import forked
+from ..base import here
 from ..base import streams as gpu_streams
 from ..base.futures import Value, known
-from ..base.worker_info import WorkerInfo
+from ..base.here import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.graph import unbound
@@ -284,7 +284,7 @@ class Callee:
             del args, kwargs  # an error holds this frame
             answering.args = ()
             if self.forked and self.pool.slot:
-                forked.leave(sys.exc_info()[1])
+                here.leave(sys.exc_info()[1])
         if streams is not None:
             streams.ended()
         if inner is not None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..base.worker_info import WorkerInfo
+from ..base.here import WorkerInfo
 from ..transport import Guard, for_others
 from . import permits
 

@@ -44,7 +44,7 @@ _VALUES = {
     "torch._utils": "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_tensor_v2",
     "torch.serialization": "_get_layout",
     "rdmarpc.servers.bundle": "Bundle",
-    "rdmarpc.base.worker_info": "WorkerInfo",
+    "rdmarpc.base.here": "WorkerInfo",
     "rdmarpc.message.incoming": "in_parts landed landed_on_gpu",
     "rdmarpc.message.gpu": "_from_host",
     "rdmarpc.message.reducers": "_coo _compressed _parameter _quantised _storage _subclass _typed_storage _zeros landed_array",

@@ -11,7 +11,7 @@ import torch
 
 from ..base import here
 from ..base.futures import Awaitable, fail, mapped
-from ..base.worker_info import WorkerInfo
+from ..base.here import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
 from ..gradients import waves
 from ..gradients.context import current as current_context

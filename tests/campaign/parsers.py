@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rdmarpc.base.worker_info import WorkerInfo
+from rdmarpc.base.here import WorkerInfo
 from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import errors, layout, serialize, tensors

@@ -16,8 +16,8 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from ...base import forked
-from ...base.worker_info import WorkerInfo
+from ...base import here
+from ...base.here import WorkerInfo
 from ...message import device_maps
 from ...options import RpcBackendOptions
 from ...transport import (
@@ -160,7 +160,7 @@ class Group:
         while True:
             try:
                 self._store, found, size = open_store(options, rank, world_size)
-                forked.share(self._store)
+                here.share(self._store)
                 self.me = WorkerInfo(name, found)
                 self._meeting = Rendezvous(self._store, found, size, options.rpc_timeout) if size else None
                 if self._meeting is not None:

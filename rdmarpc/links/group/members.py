@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ...base.worker_info import WorkerInfo
+from ...base.here import WorkerInfo
 
 
 @dataclass(frozen=True)
