@@ -72,7 +72,7 @@ _NAMED_SO = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 _KINDS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _OWNERS = ("_VariableFunctionsClass", "TensorBase")
 _CALLED = {
-    "rdmarpc.gather": "_bring _hand_out",
+    "rdmarpc.api": "_bring _hand_out",
     "rdmarpc.message.gpu": "probe",
     "rdmarpc.gradients.waves": "_settle _survey",
     "rdmarpc.servers.local": "create load_state_dict state_dict step",
