@@ -251,12 +251,8 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
 
 
 def _hand_out_all(agent: Any, key: _Key, meeting: AllGatherStates, limit: float) -> None:
-    sent = {
-        name: agent.call_async(
-            agent.resolve(name), *internal.taken_apart(_hand_out, (key, meeting.gathered_objects), None), limit
-        )
-        for name in key[0][1:]
-    }
+    call = internal.taken_apart(_hand_out, (key, meeting.gathered_objects), None)
+    sent = {name: agent.call_async(agent.resolve(name), *call, limit) for name in key[0][1:]}
     errors: dict[str, Exception] = {}
     for name, future in sent.items():
         try:
