@@ -56,7 +56,7 @@ from ..transport import cuda_driver as driver
 from . import environment, profiled
 from .callee import Callee
 from .caller import Caller
-from .patience import Patience
+from .memory import Patience
 from .pending import Future, Pending, timed_out
 from .termination import Termination
 

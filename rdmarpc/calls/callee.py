@@ -63,7 +63,7 @@ from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
 from . import profiled
-from .handover import Handovers, sole_block
+from .memory import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""

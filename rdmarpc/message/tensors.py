@@ -178,7 +178,7 @@ def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
 
 
 Memory = Any
-"""The source of memory for messages (``calls/patience``): its ``empty(channel, nbytes, deadline)``."""
+"""The source of memory for messages (``calls/memory``): its ``empty(channel, nbytes, deadline)``."""
 
 
 Take = Callable[[tuple[int, ...]], tuple[int, list[RemoteRegion]] | None]
@@ -237,7 +237,7 @@ def check_wanted(word: torch.Tensor) -> None:
 
 
 def pack_handed(tensor: torch.Tensor, place: bytes) -> Outgoing:
-    """A contiguous tensor without conjugate or negative bit that was handed over (``handover.Handovers.give``)."""
+    """A contiguous tensor without conjugate or negative bit that was handed over (``memory.Handovers.give``)."""
     return Outgoing(_entry(HANDED, layout.outline(tensor).text) + place, b"", 1, [])
 
 

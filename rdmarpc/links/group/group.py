@@ -31,9 +31,8 @@ from ...transport import (
     host_id,
     user_secret,
 )
-from .job_secret import chosen_secret, is_insecure
 from .meeting import FOR_EVER_S, STORE_ENDED, Again, Rendezvous, open_store, wrong_secret
-from .members import Members, Record, record_key
+from .members import Members, Record, chosen_secret, is_insecure, record_key
 
 _PREFIX = "rdmarpc/dynamic"
 _MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references

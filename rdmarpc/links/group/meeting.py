@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from ...options import RpcBackendOptions
 from ...transport import AuthenticationError, PeerLost, TransferTimeout, process_runs
-from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
-from .members import Record, record_key, refuse_twins
+from .members import HOW, INSECURE, USERS, Claim, Record, agree, claim, record_key, refuse_twins
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.01
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 2.0
@@ -103,7 +102,7 @@ class Meeting:
 
     def claim(self, name: str, options: RpcBackendOptions) -> None:
         """Claim this rank, as a process that texts call ``name``. Raises ``RuntimeError`` if another one has it, and what
-        ``job_secret.claim`` raises."""
+        ``members.claim`` raises."""
         self.mine, self._secret = claim(name, self.rank, options, self.group)
         key, mine = f"claim/{self.rank}", self.mine.dump()
         with naming_its_end():
