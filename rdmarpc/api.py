@@ -298,7 +298,7 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _get_current_rpc_agent() -> Agent:
-    return _agent.require(_NO_AGENT)
+    return _agent.current(here.NO_AGENT)
 
 
 def _rref_context_get_debug_info() -> dict[str, int]:
@@ -318,11 +318,11 @@ def _get_debug_info() -> dict[str, int]:
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds."""
-    return _agent.require(_NO_AGENT).rpc_timeout
+    return _agent.current(here.NO_AGENT).rpc_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    _agent.require(_NO_AGENT).rpc_timeout = timeouts.limit(seconds, "rpc_timeout")
+    _agent.current(here.NO_AGENT).rpc_timeout = timeouts.limit(seconds, "rpc_timeout")
 
 
 # Names that libraries written for torch take from it.
@@ -362,9 +362,6 @@ def enable_gil_profiling(flag: bool) -> None:
     """Taken, and without effect: waits for the interpreter's lock are not measured here. A warning says so."""
     if flag:
         logging.getLogger("rdmarpc").warning("enable_gil_profiling: rdmarpc does not measure waits for the GIL")
-
-
-_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
 
 class _Module(ModuleType):

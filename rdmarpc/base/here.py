@@ -77,6 +77,7 @@ def leave(error: BaseException | None) -> NoReturn:
         os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
+NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 _NOT_INITIALIZED = "RPC has not been initialized. Call rdmarpc.init_rpc first."
 Agent = Any
 """A worker that makes calls (``calls/agent``). Rooms below ``calls`` do not import its class."""

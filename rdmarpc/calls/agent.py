@@ -46,7 +46,6 @@ from ..transport import (
     Guard,
     NotSupported,
     PeerLost,
-    Poller,
     RdmaError,
     TransferTimeout,
     processors,
@@ -82,7 +81,10 @@ class Agent:
         """``undo`` collects the calls that undo this, the last first, if it raises."""
         self.since, self.guard = time.monotonic(), Guard("rdmarpc")
         self.options, self.rpc_timeout = options, options.rpc_timeout
-        _use(options)
+        # These hold for the whole process.
+        serialize.use_cloudpickle(options.pickler == "cloudpickle")
+        permits.use(None if options.allow is None else permits.Permits(options.allow))
+        local.first_call()
         self.ready = threading.Event()  # peers may connect before we are complete
         self.before_leaving: list[Callable[[], None]] = []
         """Called once, the last first, before this worker tells the others that it has nothing left to do; then those of
@@ -120,7 +122,9 @@ class Agent:
             knows=self.workers.ever.__contains__,
         )
         self.garbage = self.rrefs.garbage
-        self.links, self.losses, self.connections = _open_links(self, poller)
+        self.links = Links(poller, self.group, self.rrefs.lost)
+        self.losses = Losses(self.device, self.progress, self.group, self.pool, self.links, self.ended)
+        self.connections = Connections(self.device, self.group, self.links, self.losses, options.peer_timeout)
         self._links = self.links.by_worker
         self._carrier = Carrier(self.number, self.device.name, self.links, self.connections.to, self.rrefs)
         self.contexts = Contexts(self.number, partial(_tell_end, self.links))
@@ -461,12 +465,6 @@ def _call_all(callbacks: list[Callable[[], None]], guard: Guard) -> None:
             guard.note(reason, "closing what this worker had")
 
 
-def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:
-    links = Links(poller, agent.group, agent.rrefs.lost)
-    losses = Losses(agent.device, agent.progress, agent.group, agent.pool, links, agent.ended)
-    return links, losses, Connections(agent.device, agent.group, links, losses, agent.options.peer_timeout)
-
-
 def _takes(agent: Agent) -> dict[int, Handler]:
     """The handlers of received frames, by kind."""
     callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
@@ -480,13 +478,6 @@ def _takes(agent: Agent) -> dict[int, Handler]:
         REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
         ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
     }
-
-
-def _use(options: RpcBackendOptions) -> None:
-    """Apply the options that hold for the whole process."""
-    serialize.use_cloudpickle(options.pickler == "cloudpickle")
-    permits.use(None if options.allow is None else permits.Permits(options.allow))
-    local.first_call()
 
 
 def _open_device(options: RpcBackendOptions, on_connect: Callable[[Channel], bytes], secret: bytes, kind: str) -> Device:
@@ -523,6 +514,5 @@ def _tell_end(links: Links, worker: int, context: int) -> None:
 
 
 # Typed for the rooms above, which may know all of the agent.
-current: Callable[[], Agent] = here.current
-require: Callable[[str], Agent] = here.current
+current: Callable[..., Agent] = here.current
 found: Callable[[], Agent | None] = here.found

@@ -63,7 +63,6 @@ from ..message.tensors import (
     Memory,
     Outgoing,
     pack,
-    recallable,
     string_at,
     unpack,
     unpack_lone,
@@ -126,7 +125,7 @@ def _recallable(pending: Pending, out: Outgoing, device: Device, memory: Memory)
     if not device.can_lend(word, channel):
         word = memory.empty(channel, WORD_BYTES, pending.deadline).zero_()
     pending.word = word
-    return recallable(out, word, device, channel)
+    return out._replace(table=out.table + device.lend(word, channel).dump())
 
 
 def _expect(pending: Pending) -> bytes:

@@ -227,15 +227,20 @@ class Permits:
     # -- pickles
 
     def loads(self, data: bytes, buffers: Any = None) -> Any:
-        return (_Careful if _BUILD in data else _Quick)(self, self.find, data, buffers).load()
+        return self._read(self.find, data, _BUILD in data, buffers)
 
     def load_plain(self, data: bytes) -> Any:
         """Unpickle tuples of plain values. Raises ``NotAllowed`` if the pickle names anything else."""
-        return _Quick(self, self._find_plain, data).load()
+        return self._read(self._find_plain, data, False)
 
     def load_called(self, data: bytes) -> Any:
         """The function that a request names."""
-        return (_Careful if _BUILD in data else _Quick)(self, self.find_called, data).load()
+        return self._read(self.find_called, data, _BUILD in data)
+
+    def _read(self, find: Callable[[str, str], Any], data: bytes, builds: bool, buffers: Any = None) -> Any:
+        reader: Any = (_Careful if builds else _Quick)(io.BytesIO(data), buffers=buffers)
+        reader.permits, reader.find_class = self, find
+        return reader.load()
 
     def _find_plain(self, module: str, name: str) -> Any:
         if (found := _plain(module, name)) is None:
@@ -244,9 +249,7 @@ class Permits:
 
 
 class _Quick(pickle.Unpickler):
-    def __init__(self, permits: Permits, find: Callable[[str, str], Any], data: bytes, buffers: Any = None) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
-        self.find_class = find  # type: ignore[method-assign]
+    """As pickle's own, but for attributes that can be set."""
 
 
 _Python: Any = pickle._Unpickler
@@ -255,15 +258,11 @@ _Python: Any = pickle._Unpickler
 class _Careful(_Python):
     """Builds nothing but instances of what is allowed."""
 
-    def __init__(self, permits: Permits, find: Callable[[str, str], Any], data: bytes, buffers: Any = None) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
-        self._permits, self.find_class = permits, find
-
     def load_build(self) -> None:
         kind = type(self.stack[-2])
         kind = np.dtype if issubclass(kind, np.dtype) else kind  # each has a class of its own
-        if issubclass(kind, type) or kind in _FINISHED or not self._permits.permits_class(kind):
-            raise self._permits._refuse(f"the state of a {kind.__module__}.{kind.__qualname__}", kind.__qualname__)
+        if issubclass(kind, type) or kind in _FINISHED or not self.permits.permits_class(kind):
+            raise self.permits._refuse(f"the state of a {kind.__module__}.{kind.__qualname__}", kind.__qualname__)
         super().load_build()
 
     dispatch: ClassVar[dict[int, Any]] = {**_Python.dispatch, _BUILD[0]: load_build}

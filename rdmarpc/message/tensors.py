@@ -38,7 +38,8 @@ _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 _HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 WORD_BYTES = 8
-"""Of the word of a request that is ``recallable``."""
+"""Of the word of a recallable request: its sender may give it up, and write to what is lent, before the receiver has READ that.
+The word is not 0 then. The receiver looks at it when it has READ all else."""
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 
@@ -222,14 +223,8 @@ def pack(
     return Outgoing(b"".join(table), b"".join(data), len(entries), lent, sizes, grant, own)
 
 
-def recallable(out: Outgoing, word: torch.Tensor, device: Device, channel: Channel) -> Outgoing:
-    """A request whose sender may give it up, and write to what is lent, before the receiver has READ it: ``word`` is not 0
-    then. The receiver looks at it when it has READ all else."""
-    return out._replace(table=out.table + device.lend(word, channel).dump())
-
-
 def check_wanted(word: torch.Tensor) -> None:
-    """Raise ``RdmaError`` if the word of a ``recallable`` request, READ after its tensors, says that it was given up."""
+    """Raise ``RdmaError`` if the word of a recallable request, READ after its tensors, says that it was given up."""
     if word.count_nonzero():
         raise RdmaError(
             "its caller gave this call up before its arguments were read, and may have changed them: it does not run"
@@ -329,7 +324,7 @@ def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, tex
 
 
 def to_read(table: bytes, count: int) -> tuple[list[tuple[int, RemoteRegion]], RemoteRegion | None]:
-    """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is ``recallable``."""
+    """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is recallable."""
     entries, end = _entries(table, count)
     found = [(text, table[at : at + RemoteRegion.WIRE_SIZE]) for way, text, at in entries if way == READ]
     return [(layout.decode(text).nbytes, RemoteRegion.load(place)) for text, place in found], _word(table, end)

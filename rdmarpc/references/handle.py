@@ -26,7 +26,6 @@ from .forks import Created, Fork
 from .store import id_text
 
 T = TypeVar("T")
-_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 _HINT = "type_hint should only be specified when the RRef being created contains a ScriptModule."
 _NO_HINT = "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint."
 _EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
@@ -61,7 +60,7 @@ class RRef(Generic[T]):
     _type: type | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        agent = here.current(_NO_AGENT)
+        agent = here.current(here.NO_AGENT)
         if isinstance(value, torch.jit.ScriptModule) == (type_hint is None):
             raise RuntimeError(_NO_HINT if type_hint is None else _HINT)
         if agent.garbage:
