@@ -170,10 +170,10 @@ class Sprung(Wave):
     result: Reply | Exception | None = None
     future: torch.futures.Future[Reply | Exception] | None = None
 
-    def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
-        """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
+    def start(self) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
+        """Begin with what the pass holds already. The result, or a future of it; errors are ``located``."""
         try:
-            self.go_on(calls)
+            self.go_on()
         except BaseException as error:
             self._fail(error)
         else:
@@ -351,7 +351,7 @@ def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> An
         run = context.join_pass(agent.number, *name[1:])
         for message, some in _unpack(packed[_PASS.size :], gradients):
             run.arrive(sender, message, some)
-        return _answered(Sprung(agent, name, run, sender).start([]))
+        return _answered(Sprung(agent, name, run, sender).start())
     except Exception as error:
         return _answered(_located(here.current(), error))
 
@@ -363,7 +363,7 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
         agent, context, name = _load(sender, header)
         run = context.join_pass(agent.number, *name[1:])
         run.expect(_unpacked(messages))
-        return _answered(Sprung(agent, name, run, sender).start([]))
+        return _answered(Sprung(agent, name, run, sender).start())
     except Exception as error:
         return _answered(_located(here.current(), error))
 

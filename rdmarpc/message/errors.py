@@ -49,7 +49,7 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException as reason:
-        summary, trace = f"{name} (its text cannot be made: {type(reason).__name__})", ""
+        summary, trace = _unreadable(error, "text cannot be made", reason), ""
     if not isinstance(error, Exception):
         return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5)
     text = f"On {me}:\n{summary}\n{trace}"
@@ -62,7 +62,11 @@ def readable(error: BaseException) -> BaseException:
         error.args, error.__dict__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018
         return error
     except BaseException as reason:
-        return RuntimeError(f"{type(error).__name__} (its attributes cannot be read: {type(reason).__name__})")
+        return RuntimeError(_unreadable(error, "attributes cannot be read", reason))
+
+
+def _unreadable(error: BaseException, what: str, reason: BaseException) -> str:
+    return f"{type(error).__name__} (its {what}: {type(reason).__name__})"
 
 
 def rebuild(payload: bytes) -> Exception:
@@ -181,7 +185,7 @@ def located(error: BaseException, worker_id: int, name: str) -> Exception:
     try:
         text = str(error)
     except BaseException as reason:
-        text = f"{type(error).__name__} (its text cannot be made: {type(reason).__name__})"
+        text = _unreadable(error, "text cannot be made", reason)
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     kind = type(error) if isinstance(error, Exception) else RuntimeError
     return _made(kind, f"{prefix}{text}\n\nOn worker {name}:\n{trace}", error.__dict__)
