@@ -104,10 +104,6 @@ class Pending:
         """Keep alive the memory that the callee will READ."""
         self.keep = (self.keep, bulk)
 
-    def abandon(self) -> None:
-        """Give up a call without a future, whose answer nobody wants any more."""
-        self.caller.abandon(self)
-
     def recall(self) -> None:
         """Have the callee not use what it has not READ so far, as the memory may be written to from now on."""
         if self.word is not None:

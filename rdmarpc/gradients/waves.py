@@ -254,7 +254,7 @@ class Driven(Wave):
             return self.reply()
         finally:
             for call in self._calls:
-                call.abandon()
+                call.caller.abandon(call)
 
 
 # -- one pass, as a whole

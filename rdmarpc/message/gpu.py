@@ -399,7 +399,8 @@ current: Gpus | None = None
 """This process's; ``None`` without a GPU."""
 
 
-def _gpus() -> Gpus:
+def present() -> Gpus:
+    """``current``. ``RuntimeError`` without a GPU."""
     if current is None:
         raise RuntimeError("this worker has no GPU")
     return current
@@ -410,14 +411,9 @@ def probe(sender: int, table: bytes, number: int, handle: bytes, target: int) ->
     return "that worker has no GPU" if current is None else current.admit(sender, table, number, handle, target)
 
 
-def fetch(blob: bytes) -> list[torch.Tensor]:
-    """See ``Gpus.unpack``."""
-    return _gpus().unpack(blob)
-
-
 def _from_host(staged: torch.Tensor, target: torch.device, requires_grad: bool) -> torch.Tensor:
     if target.type != "cpu":
-        gpus = _gpus()
+        gpus = present()
         gpus.streams.use(target.index)
         gpus._device.count_staged(staged.nbytes)
         with driver.driver().relaxed():

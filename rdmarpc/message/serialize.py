@@ -221,7 +221,7 @@ def loads(
     if references:
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
-    on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
+    on_gpu = gpu.present().unpack(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
     outer, beside.now = beside.now, Came(tensors, references or [], [] if parts is None else parts, on_gpu, arrived)
     try:
         if not count:

@@ -327,17 +327,12 @@ def to_read(table: bytes, count: int) -> tuple[list[tuple[int, RemoteRegion]], R
     """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is recallable."""
     entries, end = _entries(table, count)
     found = [(text, table[at : at + RemoteRegion.WIRE_SIZE]) for way, text, at in entries if way == READ]
-    return [(layout.decode(text).nbytes, RemoteRegion.load(place)) for text, place in found], _word(table, end)
-
-
-def _word(table: bytes, at: int) -> RemoteRegion | None:
-    """The place behind the entries of a table, which end at ``at``."""
-    rest = table[at:]
-    if not rest:
-        return None
-    if len(rest) != RemoteRegion.WIRE_SIZE or (place := RemoteRegion.load(rest)).nbytes != WORD_BYTES:
+    runs = [(layout.decode(text).nbytes, RemoteRegion.load(place)) for text, place in found]
+    if not (rest := table[end:]):
+        return runs, None
+    if len(rest) != RemoteRegion.WIRE_SIZE or (word := RemoteRegion.load(rest)).nbytes != WORD_BYTES:
         raise RdmaError(f"{len(rest)} bytes behind the tensors of a message name no word")
-    return place
+    return runs, word
 
 
 def traffic(out: Outgoing) -> dict[str, int]:

@@ -32,7 +32,7 @@ from ...transport import (
     user_secret,
 )
 from .meeting import FOR_EVER_S, STORE_ENDED, Again, Rendezvous, open_store, wrong_secret
-from .members import Members, Record, chosen_secret, is_insecure, record_key
+from .members import Members, Record, chosen_secret, is_insecure, record_key, twins
 
 _PREFIX = "rdmarpc/dynamic"
 _MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references
@@ -82,9 +82,7 @@ class Registry:
                 continue
             for record in rivals:
                 if record.name == mine.name:
-                    raise RuntimeError(
-                        f"RPC worker name {mine.name} is not unique. Workers {record.rank} and {mine.rank} share the same name."
-                    )
+                    raise twins(mine.name, record.rank, mine.rank)
                 raise RuntimeError(f"rank {mine.rank} is taken by {record.name}")
             if joins == _MOST_JOINS:
                 raise NotSupported(f"{joins} workers have joined this dynamic group", hint="let the next ones meet elsewhere")
@@ -143,8 +141,7 @@ class Group:
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
         self._options, self._wanted = options, (name, rank, world_size)
         self._open()
-        self._registry = None if self._meeting else Registry(self._store, options.rpc_timeout)
-        self.dynamic = self._registry is not None
+        self.dynamic = isinstance(self._way, Registry)
         self._refresh_lock = threading.Lock()
         self.missed: Callable[[int], None] = lambda number: None
         """Called with the number of each worker that is found not to be in the group any more, perhaps more than once."""
@@ -158,12 +155,15 @@ class Group:
         deadline = time.monotonic() + (options.rpc_timeout or FOR_EVER_S)
         while True:
             try:
-                self._store, found, size = open_store(options, rank, world_size)
-                here.share(self._store)
+                store, found, size = open_store(options, rank, world_size)
+                here.share(store)
                 self.me = WorkerInfo(name, found)
-                self._meeting = Rendezvous(self._store, found, size, options.rpc_timeout) if size else None
-                if self._meeting is not None:
-                    self._meeting.claim(name, options)
+                self._way: Rendezvous | Registry
+                if size:
+                    self._way = Rendezvous(store, found, size, options.rpc_timeout)
+                    self._way.claim(name, options)
+                else:
+                    self._way = Registry(store, options.rpc_timeout)
                 return
             except PeerLost:
                 if time.monotonic() > deadline:
@@ -181,7 +181,7 @@ class Group:
                     undo.callback(device.close)
                     self._join(device)
                 except PeerLost as error:
-                    if self._meeting is None or error.status != STORE_ENDED or not self._meeting.too_early:
+                    if isinstance(self._way, Registry) or error.status != STORE_ENDED or not self._way.too_early:
                         raise
                     # We began again at once, and found the store of the life before, which rank 0 ends only then.
                     self._open()
@@ -193,24 +193,22 @@ class Group:
         """The secret to open a device with, and the transport: a group that is complete and on one host needs nothing but
         ``shm``."""
         options = self._options
-        if self._meeting is None:
-            assert self._registry is not None
-            return self._registry.begin(options), options.transport
-        secret, hosts = self._meeting.begin(), self._meeting.hosts
+        if isinstance(self._way, Registry):
+            return self._way.begin(options), options.transport
+        secret, hosts = self._way.begin(), self._way.hosts
         if hosts > 1 and self.me.id == 0 and urlparse(options.init_method).scheme == "file":
             logging.getLogger("rdmarpc").warning(_IN_A_FILE, hosts, options.init_method)
-        return secret, self._meeting.transport(options)
+        return secret, self._way.transport(options)
 
     def _join(self, device: Device) -> None:
         devices = device_maps.dump(self._options.device_maps, self._options.devices)
         address, key = device.address.decode(), device.memory.identity.public.hex()
         self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices, key=key)
         try:
-            if self._meeting is not None:
-                records = self._meeting.meet(self._mine)
+            if isinstance(self._way, Registry):
+                self._mine, records = self._way.join(self._mine, partial(listens, device))
             else:
-                assert self._registry is not None
-                self._mine, records = self._registry.join(self._mine, partial(listens, device))
+                records = self._way.meet(self._mine)
             device_maps.check({record.name: record.devices for record in records})
         except BaseException:
             self.leave()
@@ -223,12 +221,12 @@ class Group:
 
     def refresh(self) -> None:
         """Read the current members of a dynamic group. Does nothing in a static one."""
-        if self._registry is None:
+        if isinstance(self._way, Rendezvous):
             return
         # Under a lock, so that later readings are entered later: a worker that is missing in one has left for good.
         with self._refresh_lock:
             try:
-                records = self._registry.members()
+                records = self._way.members()
             except (RuntimeError, ValueError) as error:
                 # Without the store nobody can join any more, so the members that we know stay.
                 logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
@@ -289,8 +287,8 @@ class Group:
 
     def part(self) -> None:
         """Leave a static group when nothing is left to do: wait here until all workers have come here."""
-        assert self._meeting is not None
-        self._meeting.leave(_LEAVE_TIMEOUT_S, self.lost)
+        assert isinstance(self._way, Rendezvous)
+        self._way.leave(_LEAVE_TIMEOUT_S, self.lost)
 
     def leave(self) -> None:
         """Take ourselves out of a dynamic group, so that no new worker finds us. Does nothing in a static one."""
@@ -298,9 +296,9 @@ class Group:
 
     def take_out(self, record: Record) -> None:
         """Take a member out of a dynamic group, if it still is in. Does nothing in a static one."""
-        if self._registry is None:
+        if isinstance(self._way, Rendezvous):
             return
         try:
-            self._registry.remove(record, _LEAVE_TIMEOUT_S)
+            self._way.remove(record, _LEAVE_TIMEOUT_S)
         except (RuntimeError, ValueError) as error:
             logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)

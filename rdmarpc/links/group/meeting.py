@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ...options import RpcBackendOptions
 from ...transport import AuthenticationError, PeerLost, TransferTimeout, process_runs
-from .members import HOW, INSECURE, USERS, Claim, Record, agree, claim, record_key, refuse_twins
+from .members import HOW, INSECURE, USERS, Claim, Record, agree, claim, record_key, twins
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.01
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 2.0
@@ -377,7 +377,10 @@ class Rendezvous(Meeting):
             if record.rank != rank or record.number != rank:
                 raise AuthenticationError(f"worker {record.name} (rank {record.rank}) stands in the store as rank {rank}")
             records.append(record)
-        refuse_twins(records)
+        ranks: dict[str, int] = {}
+        for record in records:
+            if (first := ranks.setdefault(record.name, record.rank)) != record.rank:
+                raise twins(record.name, first, record.rank)
         return records
 
     def leave(self, timeout: float, lost: Container[int]) -> None:

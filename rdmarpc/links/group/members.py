@@ -100,15 +100,9 @@ class Members:
         return len(self._infos)
 
 
-def refuse_twins(records: Iterable[Record]) -> None:
-    """Raise ``RuntimeError`` if two workers have the same name."""
-    first: dict[str, int] = {}
-    for record in records:
-        other = first.setdefault(record.name, record.rank)
-        if other != record.rank:
-            raise RuntimeError(
-                f"RPC worker name {record.name} is not unique. Workers {other} and {record.rank} share the same name."
-            )
+def twins(name: str, first: int, second: int) -> RuntimeError:
+    """The error about two workers of one name, by their ranks."""
+    return RuntimeError(f"RPC worker name {name} is not unique. Workers {first} and {second} share the same name.")
 
 
 CHOSEN, USERS, INSECURE = "chosen", "users", "insecure"
