@@ -195,21 +195,15 @@ def _ordered(starts: list[Node]) -> list[Node]:
     """All nodes that ``starts`` reach, each before the nodes to which its gradients flow."""
     order: list[Node] = []
     seen: set[Node] = set()
-    for start in starts:
-        if start in seen:
-            continue
-        seen.add(start)
-        stack = [(start, iter(_following(start)))]
-        while stack:
-            node, rest = stack[-1]
-            for following, _ in rest:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    stack.append((following, iter(_following(following))))
-                    break
-            else:
-                order.append(node)
-                stack.pop()
+    stack = [(start, False) for start in starts]
+    while stack:
+        node, over = stack.pop()  # over: all that it reaches is in the order
+        if over:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(each, False) for each, _ in _following(node) if each is not None and each not in seen]
     order.reverse()
     return order
 

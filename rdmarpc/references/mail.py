@@ -10,14 +10,16 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
 
 from ..links.frames import CONTROL, REFERENCES, alone
 from ..links.ring import Link
 from ..links.table import Links
 from ..transport import Guard, PeerLost, RdmaError, broken_by, nobody
 
+T = TypeVar("T")
 FORK, ACCEPT, REFUSE, CHILD, DELETE, PROBE, GONE = range(1, 8)
 """Kinds of entries; what they mean is said in ``references/context``."""
 
@@ -25,12 +27,21 @@ _ENTRY = struct.Struct("<BQQ")
 _BATCH = 1024  # the reader of the rings takes a whole message at once
 
 
+def drained(queue: deque[T]) -> Iterator[T]:
+    """Takes out what is in a queue that other threads empty, too."""
+    while queue:
+        try:
+            yield queue.popleft()
+        except IndexError:
+            return
+
+
 class Mail:
     """The control messages of one worker, out and in. Thread-safe; never blocks. ``transmit(worker, message)`` carries bytes to
     the ``open`` of another worker, with any delay."""
 
-    def __init__(self, transmit: Callable[[int, bytes], None]) -> None:
-        self.transmit = transmit
+    def __init__(self) -> None:
+        self.transmit: Callable[[int, bytes], None] = nobody
         self._out: dict[int, deque[bytes]] = {}
         self._lost: set[int] = set()
 
@@ -43,13 +54,8 @@ class Mail:
         """Send all that was put."""
         for worker, entries in list(self._out.items()):
             while entries:
-                batch: list[bytes] = []
-                try:
-                    for _ in range(min(len(entries), _BATCH)):
-                        batch.append(entries.popleft())
-                except IndexError:
-                    pass  # another thread may flush, too
-                if batch:
+                batch: list[bytes] = list(islice(drained(entries), _BATCH))
+                if batch:  # else another thread flushes, too
                     self.transmit(worker, b"".join(batch))
 
     def open(self, sender: int, message: bytes) -> Iterable[tuple[int, int, int]]:

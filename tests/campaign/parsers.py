@@ -211,7 +211,7 @@ def parsers() -> list[Parser]:
         _link(),
         Parser("RemoteRegion.load", [region], RemoteRegion.load, (RemoteAccessError,)),
         Parser("places", [region, region * 3], lambda data: Places()[data], (RemoteAccessError,)),
-        Parser("Mail.open", [mail], lambda data: list(Mail(lambda *_: None).open(1, data)), (struct.error,)),
+        Parser("Mail.open", [mail], lambda data: list(Mail().open(1, data)), (struct.error,)),
         Parser("layout.decode", _layouts(), _rebuild, anything),
         Parser("tensors.unpack", messages, _unpack, anything),
         Parser("serialize.loads", dumped, lambda data: serialize.loads(data, [torch.ones(3)], [], []), anything),
