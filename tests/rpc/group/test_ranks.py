@@ -154,7 +154,7 @@ def test_who_waits_to_leave_writes_nothing(tmp_path):
 
 def begins_again_before_the_store_ends(meeting):
     meeting.join(world_size=2)
-    store = agent.current().group._store
+    store = agent.current().group._way._whole
     rpc.shutdown()
     if meeting.rank == 0:
         key = ["rdmarpc/1/claim/1"]
