@@ -144,6 +144,8 @@ class BackwardError(RuntimeError):
     """A backward pass failed: a node, a hook, or a worker that was lost. Also an instance of the original exception's type
     where the two can be one."""
 
+    _original: type = RuntimeError
+
     def __str__(self) -> str:
         return str(self.args[0])
 
@@ -181,7 +183,7 @@ def located(error: BaseException, worker_id: int, name: str) -> Exception:
     """The ``BackwardError`` for an error that was raised at a worker, or came to it from another. It holds no frames."""
     prefix = f"Error on Node {worker_id}: "
     if isinstance(error, BackwardError):
-        return _made(_original(error), prefix + str(error), error.__dict__)
+        return _made(error._original, prefix + str(error), error.__dict__)
     try:
         text = str(error)
     except BaseException as reason:
@@ -191,13 +193,9 @@ def located(error: BaseException, worker_id: int, name: str) -> Exception:
     return _made(kind, f"{prefix}{text}\n\nOn worker {name}:\n{trace}", error.__dict__)
 
 
-def _original(error: Exception) -> type:
-    return getattr(error, "_original", RuntimeError)
-
-
 def dump_located(error: Exception) -> bytes:
     """Pickle an error made by ``located``. Its attributes, and then its type, are left out if they cannot be pickled."""
-    kind, state = _original(error), error.__dict__
+    kind, state = getattr(error, "_original", RuntimeError), error.__dict__
     for attempt in ((kind, state), (kind, {})):
         try:
             packed = pickle.dumps(attempt, 5)

@@ -61,8 +61,6 @@ class Outline(NamedTuple):
     nbytes: int
     """The bytes of the run."""
     strides: tuple[int, ...] | None
-    gathered: bool
-    """Whether the elements are gathered first."""
     lone: bool
     """Whether the tensor's bytes may be taken from memory as they lie, without a look at its conjugate bit."""
 
@@ -106,7 +104,7 @@ def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], re
     nbytes = (count if gathered else elements) * dtype.itemsize
     text = encode(Description(dtype, tuple(shape), kept, 0, requires_grad, 0, nbytes, kept is None and count > 0))
     lone = not gathered and count > 0 and not dtype.is_complex
-    return Outline(text, nbytes, kept, gathered, lone)
+    return Outline(text, nbytes, kept, lone)
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -176,7 +176,7 @@ def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool
     return made
 
 
-def reduce_parameter(value: torch.nn.Parameter) -> Any:
+def reduce_parameter(value: torch.nn.Parameter, _: Any) -> Any:
     return _parameter, (value.detach(), value.requires_grad, value.__dict__ or None)
 
 
@@ -197,7 +197,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def reduce_storage(value: torch.UntypedStorage) -> Any:
+def reduce_storage(value: torch.UntypedStorage, _: Any) -> Any:
     if value.device.type != "cpu":
         return NotImplemented
     return _storage, (bytes_of(value),)
@@ -207,7 +207,7 @@ def _storage(raw: torch.Tensor) -> torch.UntypedStorage:
     return raw.untyped_storage()
 
 
-def reduce_typed_storage(value: torch.storage.TypedStorage) -> Any:
+def reduce_typed_storage(value: torch.storage.TypedStorage, _: Any) -> Any:
     if value.device.type != "cpu":
         return NotImplemented
     return _typed_storage, (value._untyped_storage, value.dtype)

@@ -66,9 +66,6 @@ class Message:
             if gpu.current is not None and gpu.current.takes(value):
                 return self.in_parts(value, self._from_gpu(gpu.current, value))
             return self.in_parts(value, reducers.reduce_tensor(value))
-        part = _parts.get(kind)
-        if part is not None:
-            return part(value)
         special = _reducers.get(kind)
         if special is not None:
             return special(value, self)
@@ -102,12 +99,10 @@ class Message:
         return in_parts, reduced
 
 
-_parts: dict[type, Callable[[Any], Any]] = {
+_reducers: dict[type, Callable[[Any, Message], Any]] = {
     torch.nn.Parameter: reducers.reduce_parameter,
     torch.UntypedStorage: reducers.reduce_storage,
     torch.storage.TypedStorage: reducers.reduce_typed_storage,
-}
-_reducers: dict[type, Callable[[Any, Message], Any]] = {
     torch.jit.ScriptFunction: reducers.reduce_function,
     torch.jit.RecursiveScriptModule: reducers.reduce_module,
     torch._C.ScriptModule: reducers.reduce_native_module,
@@ -134,7 +129,7 @@ def _fails(value: Any) -> bool:
     message = Message(None)
 
     def reduce(part: Any) -> Any:
-        return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
+        return (int, ()) if type(part) in _reducers else message.reduce(part)
 
     try:
         _pickler(io.BytesIO(), reduce, partial(_in_band, [])).dump(value)
