@@ -14,8 +14,8 @@ from ..base.futures import Awaitable, fail, mapped
 from ..base.here import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
 from ..gradients import waves
+from ..gradients.behind import Fetched
 from ..gradients.context import current as current_context
-from ..gradients.implicit import Fetched
 from ..gradients.waves import check_types, referenced_scalar, scalars
 from ..internal import taken_apart
 from ..links.frames import CONTROL
