@@ -72,21 +72,15 @@ def _unreadable(error: BaseException, what: str, reason: BaseException) -> str:
 def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
     name, text, kind, whole = permits.loads(payload)
-    if whole:
-        try:
-            error = permits.loads(whole)
-            if isinstance(error, Exception):
-                error.__cause__ = RuntimeError(text)
-                return error
-        except BaseException:
-            pass
-    try:
+    with suppress(BaseException):
+        if whole and isinstance(error := permits.loads(whole), Exception):
+            error.__cause__ = RuntimeError(text)
+            return error
+    with suppress(BaseException):
         made = permits.loads(kind)
         error = (ScriptError if made is torch.jit.Error else made)(text)
         if isinstance(error, Exception):
             return error
-    except BaseException:
-        pass
     return RuntimeError(f"An exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
 
 
@@ -116,10 +110,9 @@ def _is_text(error: Exception) -> bool:
 
 
 def _dump(value: object) -> bytes:
-    try:
+    with suppress(BaseException):
         return pickle.dumps(value, 5)
-    except BaseException:
-        return b""
+    return b""
 
 
 def tell(guard: Guard, error: BaseException) -> None:
