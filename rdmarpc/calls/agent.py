@@ -32,7 +32,7 @@ from ..links.polling.modes import check_real, dispatch_modes, function_modes, tr
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
 from ..links.ring import Link
-from ..links.table import Handler, Links, Reading
+from ..links.table import Handler, Links
 from ..message import gpu, permits, serialize
 from ..message.device_maps import DeviceMap, Targets
 from ..options import RpcBackendOptions, open_by
@@ -139,8 +139,8 @@ class Agent:
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
         resume = partial(messages.resume, self.callee)
-        self.reading = Reading(self.links, self.losses.refuse, self.progress, self.device.name, resume, _takes(self))
-        self.progress.read = self.reading.read
+        self.links.listen(self.losses.refuse, self.progress.completed, resume, _takes(self), self.device.name)
+        self.progress.read = self.links.read
         self.pool.start()
         self.caller.timeouts.on_tick = self._look_after
 
@@ -432,7 +432,6 @@ class Agent:
         _call_all(self.at_close, self.guard)
         self.pool.end()
         self.progress.end()
-        self.reading.close()
         self.losses.close()
         self.links.close()
         self._lost_callbacks.clear()
