@@ -115,7 +115,7 @@ setup(
         "dev": ["ruff", "mypy"],
     },
     entry_points={
-        "console_scripts": ["rdmarpc = rdmarpc.cli:main"],
+        "console_scripts": ["rdmarpc = rdmarpc.__main__:main"],
         # torch loads these at the end of its import: init_process_group("rdmarpc") needs no line of ours.
         "torch.backends": ["rdmarpc = rdmarpc_autoload:register"],
     },

@@ -20,7 +20,7 @@ _HOMES = {
     "api": "_get_current_rpc_agent _get_debug_info _is_current_rpc_agent_set _rref_context_get_debug_info _set_rpc_timeout"
     " get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown"
     " AllGatherStates PyRRef RpcAgent TensorPipeAgent",
-    "base.worker_info": "WorkerInfo",
+    "base.here": "WorkerInfo",
     "message.permits": "NotAllowed",
     "tools.debug": "counters debug_info explain",
     "options": "BackendType RpcBackendOptions TensorPipeRpcBackendOptions",
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from .api import rpc_async as rpc_async
     from .api import rpc_sync as rpc_sync
     from .api import shutdown as shutdown
-    from .base.worker_info import WorkerInfo as WorkerInfo
+    from .base.here import WorkerInfo as WorkerInfo
     from .message.permits import NotAllowed as NotAllowed
     from .options import BackendType as BackendType
     from .options import RpcBackendOptions as RpcBackendOptions

@@ -10,7 +10,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from numbers import Integral
 from types import ModuleType
@@ -20,18 +21,14 @@ import torch
 
 from . import autograd, internal, timeline
 from .base import here
-from .base.worker_info import WorkerInfo
+from .base.here import WorkerInfo
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future
-from .constants import DEFAULT_SHUTDOWN_TIMEOUT
-from .gather import Meeting as AllGatherStates  # noqa: F401
-from .gather import _all_gather
-from .gather import _barrier as _barrier
+from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from .internal import PythonUDF as PythonUDF
 from .internal import _internal_rpc_pickler
-from .links import exits
-from .message import script as _script  # noqa: F401 (says how TorchScript travels)
+from .links import losses
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
 from .tools import debug
@@ -73,7 +70,7 @@ def init_rpc(
         _joining.release()
     agent.ready.set()
     debug.listen_to_signal()
-    exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
+    losses.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
 
 
 _joining = threading.Lock()
@@ -110,7 +107,7 @@ def end_with_the_interpreter() -> None:
 
 def _say_goodbye(agent: weakref.ref[Agent]) -> None:
     """If an exception ends this process. Otherwise it may still shut down, in a callback of ``atexit``."""
-    if (found := agent()) is not None and found is _agent.found() and exits.reason()[0]:
+    if (found := agent()) is not None and found is _agent.found() and losses.own_end()[0]:
         found.say_goodbye()
 
 
@@ -196,9 +193,104 @@ def _wait_all() -> Iterator[None]:
 _thread_local_var = threading.local()
 
 
+# -- meetings of workers by RPC: everybody's object to everybody, and barriers
+
+# The first worker by name leads. The others bring it their objects; when the last has come, it hands all of them out. A meeting
+# is known by its members and by how often these have met before, so every member has to call in the same order.
+
+_Key = tuple[tuple[str, ...], int]
+
+
+class AllGatherStates:
+    """One meeting, with the names that torch's class has."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+_held: weakref.WeakKeyDictionary[Any, dict[_Key, AllGatherStates]] = weakref.WeakKeyDictionary()
+"""The meetings of each agent that are not over."""
+_met: weakref.WeakKeyDictionary[Any, Counter[tuple[str, ...]]] = weakref.WeakKeyDictionary()
+_gathering = threading.Lock()
+
+
+def _meeting(agent: Any, key: _Key) -> AllGatherStates:
+    """The meeting of a key. The first that needs it makes it: a member here, or the news of another one."""
+    with _gathering:
+        return _held.setdefault(agent, {}).setdefault(key, AllGatherStates())
+
+
+def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    """``{name: value}`` of all workers, or of ``worker_names`` if there are any: each has to call. ``timeout`` in seconds
+    limits the wait for the others and each message; unset: only messages, by the default; 0: nothing. Raises
+    ``RuntimeError``."""
+    agent = here.current()
+    names = tuple(sorted(set(worker_names or ()) or set(agent.worker_names())))
+    unset = timeout == UNSET_RPC_TIMEOUT
+    limit = agent.rpc_timeout if unset else timeouts.limit(timeout, "the timeout of _all_gather")
+    with _gathering:
+        met = _met.setdefault(agent, Counter())
+        met[names] += 1
+        key = names, met[names]
+    meeting, leader = _meeting(agent, key), names[0]
+    try:
+        if agent.name == leader:
+            _bring(key, agent.name, value)
+        else:
+            agent.call(agent.resolve(leader), *internal.taken_apart(_bring, (key, agent.name, value), None), limit)
+        if not meeting.proceed_signal.wait(None if unset or not limit else limit):
+            missing = sorted(set(names) - set(meeting.gathered_objects))
+            raise RuntimeError(f"{agent.name} timed out in _all_gather after {limit:.2f} seconds: no sign of {missing}")
+        if agent.name == leader:
+            _hand_out_all(agent, key, meeting, limit)
+        return meeting.gathered_objects
+    finally:
+        with _gathering:
+            _held[agent].pop(key, None)
+
+
+def _hand_out_all(agent: Any, key: _Key, meeting: AllGatherStates, limit: float) -> None:
+    call = internal.taken_apart(_hand_out, (key, meeting.gathered_objects), None)
+    sent = {name: agent.call_async(agent.resolve(name), *call, limit) for name in key[0][1:]}
+    errors: dict[str, Exception] = {}
+    for name, future in sent.items():
+        try:
+            future.wait()
+        except Exception as error:
+            errors[name] = error
+    if errors:
+        first = next(iter(errors.values()))
+        why = f"Followers {list(errors)} timed out in _all_gather after {limit:.2f} seconds. The first exception is {first}"
+        raise RuntimeError(why) from first
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all of ``worker_names`` (we are one of them; empty: all workers) have come here."""
+    _all_gather(None, worker_names)
+
+
+def _bring(key: _Key, name: str, value: Any) -> None:
+    meeting = _meeting(here.current(), key)
+    with _gathering:
+        meeting.gathered_objects[name] = value
+        complete = len(meeting.gathered_objects) == len(key[0])
+    if complete:
+        meeting.proceed_signal.set()
+
+
+def _hand_out(key: _Key, objects: dict[str, Any]) -> None:
+    meeting = _meeting(here.current(), key)
+    meeting.gathered_objects = objects
+    meeting.proceed_signal.set()
+
+
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Return when every worker has come here. ``timeout`` in seconds, 0: none."""
     _all_gather(None, timeout=timeout)
+
+
+# -- what is known here
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -206,7 +298,7 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _get_current_rpc_agent() -> Agent:
-    return _agent.require(_NO_AGENT)
+    return _agent.current(here.NO_AGENT)
 
 
 def _rref_context_get_debug_info() -> dict[str, int]:
@@ -226,11 +318,11 @@ def _get_debug_info() -> dict[str, int]:
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds."""
-    return _agent.require(_NO_AGENT).rpc_timeout
+    return _agent.current(here.NO_AGENT).rpc_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    _agent.require(_NO_AGENT).rpc_timeout = timeouts.limit(seconds, "rpc_timeout")
+    _agent.current(here.NO_AGENT).rpc_timeout = timeouts.limit(seconds, "rpc_timeout")
 
 
 # Names that libraries written for torch take from it.
@@ -270,9 +362,6 @@ def enable_gil_profiling(flag: bool) -> None:
     """Taken, and without effect: waits for the interpreter's lock are not measured here. A warning says so."""
     if flag:
         logging.getLogger("rdmarpc").warning("enable_gil_profiling: rdmarpc does not measure waits for the GIL")
-
-
-_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
 
 class _Module(ModuleType):

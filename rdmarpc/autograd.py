@@ -17,9 +17,9 @@ from torch.autograd.graph import GradientEdge
 from .calls import agent as _agent
 from .gradients import waves
 from .gradients.context import Context, Contexts, current
-from .gradients.error import BackwardError as BackwardError
-from .gradients.record import edge
+from .gradients.graph import edge
 from .gradients.waves import check_types, scalars
+from .message.errors import BackwardError as BackwardError
 
 _NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
 
@@ -52,7 +52,7 @@ def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ..
     that ran have added their gradients: begin anew with a new context.
     """
     check_types(context_id, roots)
-    agent = _agent.require(_NOT_INITIALIZED)
+    agent = _agent.current(_NOT_INITIALIZED)
     waves.backward(agent, agent.contexts.find(context_id), scalars(roots), retain_graph)
 
 
@@ -64,7 +64,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _find(context_id: int) -> Context:
-    return _agent.require(_NOT_INITIALIZED).contexts.find(context_id)
+    return _agent.current(_NOT_INITIALIZED).contexts.find(context_id)
 
 
 class _Send(NamedTuple):
@@ -103,7 +103,7 @@ class DistAutogradContext:
 
 
 def _enter() -> tuple[Contexts, Context]:
-    contexts = _agent.require(_NOT_INITIALIZED).contexts
+    contexts = _agent.current(_NOT_INITIALIZED).contexts
     if current.context is not None and not current.context.ended:
         raise RuntimeError("Already have an autograd context id for this thread.")
     made = current.context = contexts.new()
@@ -140,7 +140,7 @@ def _init(worker_id: int) -> None:
 
 
 def _get_max_id() -> int:
-    return _agent.require(_NOT_INITIALIZED).contexts.largest
+    return _agent.current(_NOT_INITIALIZED).contexts.largest
 
 
 def _get_debug_info() -> dict[str, int]:

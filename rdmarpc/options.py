@@ -46,7 +46,7 @@ class RpcBackendOptions:
     * ``arena_limit``: bytes of registered memory that this worker may use.
     * ``secret``: random text of at least 16 bytes that every worker must know. Default: ``RDMARPC_SECRET``, or the content of
       the file ``RDMARPC_SECRET_FILE`` (mode 600). Without any, all workers have to be of one user on one host
-      (``links/group/job_secret``), else ``AuthenticationError``.
+      (``links/group/members``), else ``AuthenticationError``.
     * ``insecure`` (or ``RDMARPC_INSECURE=1``), at every worker: no secret is needed. Then every process that reaches the store
       can run any code in every worker.
     * ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local

@@ -45,13 +45,13 @@ ORDER = {
         ["places"],
         ["collectives"],
         ["tools"],
-        ["autograd.py", "gather.py", "timeline.py"],
+        ["autograd.py", "timeline.py"],
         ["api.py"],
         ["nn.py", "profiling.py", "transfers.py", "torch_names.py"],
         ["servers"],
         ["optim.py"],
         ["__init__.py"],
-        ["cli.py", "__main__.py"],
+        ["__main__.py"],
     ],
 }
 """Rooms, and files at a storey's root, from the bottom to the top. A room imports what is below it, never its neighbours."""

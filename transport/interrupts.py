@@ -40,7 +40,7 @@ _AT_ONCE = 200
 """So many times a signal that comes often is raised at once: 0.4 ms, in which a small call ends."""
 
 _PACKAGE = __name__.partition(".")[0]
-_PROGRAMS = tuple(f"{_PACKAGE}.{name}" for name in ("experiments", "cli", "__main__"))
+_PROGRAMS = tuple(f"{_PACKAGE}.{name}" for name in ("experiments", "__main__"))
 """Modules of this package that are programs: their code is the user's."""
 
 _WAITING = ("wait", "wait_for", "join")

@@ -58,7 +58,7 @@ class Streams:
 
     def __init__(self) -> None:
         self.kind = driver.kind()
-        self.devices = [self.device(index) for index in range(driver.count())]
+        self.devices = [torch.device(self.kind, index) for index in range(driver.count())]
         self.expected: set[Any] = set()
         """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
         self.used: set[int] = set()
@@ -70,13 +70,10 @@ class Streams:
         self._retired: deque[tuple[Any, Mark]] = deque()
         self._lock = threading.Lock()
 
-    def device(self, index: int) -> torch.device:
-        return torch.device(self.kind, index)
-
     def use(self, index: int) -> None:
         """Note that a message has tensors on a device."""
         if index not in self.used:
-            torch.empty(0, device=self.device(index))  # torch may not have begun with it
+            torch.empty(0, device=self.devices[index])  # torch may not have begun with it
             self.used.add(index)
         _serving.touched = True
         if _serving.decoding and _serving.own is not None and index not in _serving.own.streams:
@@ -99,7 +96,7 @@ class Streams:
         """Wait for the current streams of this thread."""
         for index in self.used:
             with driver.driver().relaxed():
-                torch.accelerator.current_stream(self.device(index)).synchronize()
+                torch.accelerator.current_stream(self.devices[index]).synchronize()
 
     def begin(self) -> None:
         """This thread, which is ours, reads a request and then runs its function: on streams of its own, for good, on the

@@ -17,29 +17,28 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from ..base import forked, here, streams
-from ..base.worker_info import WorkerInfo
+from ..base import here, streams
+from ..base.here import WorkerInfo
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..links import exits, reads
+from ..links import messages
 from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, GRADIENTS, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
-from ..links.losses import Losses
+from ..links.losses import Losses, own_end
+from ..links.messages import Post, tell
 from ..links.polling.modes import check_real, dispatch_modes, function_modes, tracing, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.post import Post, tell
-from ..links.reading import Handler, Reading
 from ..links.ring import Link
-from ..links.table import Links
+from ..links.table import Handler, Links
 from ..message import gpu, permits, serialize
 from ..message.device_maps import DeviceMap, Targets
 from ..options import RpcBackendOptions, open_by
-from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
+from ..references.mail import Carrier
 from ..references.store import LOCAL_BITS
 from ..transport import (
     Channel,
@@ -47,7 +46,6 @@ from ..transport import (
     Guard,
     NotSupported,
     PeerLost,
-    Poller,
     RdmaError,
     TransferTimeout,
     processors,
@@ -57,7 +55,7 @@ from ..transport import cuda_driver as driver
 from . import environment, profiled
 from .callee import Callee
 from .caller import Caller
-from .patience import Patience
+from .memory import Patience
 from .pending import Future, Pending, timed_out
 from .termination import Termination
 
@@ -83,7 +81,10 @@ class Agent:
         """``undo`` collects the calls that undo this, the last first, if it raises."""
         self.since, self.guard = time.monotonic(), Guard("rdmarpc")
         self.options, self.rpc_timeout = options, options.rpc_timeout
-        _use(options)
+        # These hold for the whole process.
+        serialize.use_cloudpickle(options.pickler == "cloudpickle")
+        permits.use(None if options.allow is None else permits.Permits(options.allow))
+        local.first_call()
         self.ready = threading.Event()  # peers may connect before we are complete
         self.before_leaving: list[Callable[[], None]] = []
         """Called once, the last first, before this worker tells the others that it has nothing left to do; then those of
@@ -121,7 +122,9 @@ class Agent:
             knows=self.workers.ever.__contains__,
         )
         self.garbage = self.rrefs.garbage
-        self.links, self.losses, self.connections = _open_links(self, poller)
+        self.links = Links(poller, self.group, self.rrefs.lost)
+        self.losses = Losses(self.device, self.progress, self.group, self.pool, self.links, self.ended)
+        self.connections = Connections(self.device, self.group, self.links, self.losses, options.peer_timeout)
         self._links = self.links.by_worker
         self._carrier = Carrier(self.number, self.device.name, self.links, self.connections.to, self.rrefs)
         self.contexts = Contexts(self.number, partial(_tell_end, self.links))
@@ -135,9 +138,9 @@ class Agent:
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        resume = partial(reads.resume, self.callee)
-        self.reading = Reading(self.links, self.losses, self.progress, self.device.name, resume, _takes(self))
-        self.progress.read = self.reading.read
+        resume = partial(messages.resume, self.callee)
+        self.links.listen(self.losses.refuse, self.progress.completed, resume, _takes(self), self.device.name)
+        self.progress.read = self.links.read
         self.pool.start()
         self.caller.timeouts.on_tick = self._look_after
 
@@ -357,7 +360,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.pool.submit(partial(reads.resume, self.callee, link))
+                self.pool.submit(partial(messages.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
@@ -396,7 +399,7 @@ class Agent:
         """Tell every peer which exception ends this process, if one does: their ``PeerLost`` names it. Workers that connect
         from now on are told so too, and get no link. The call waits only for rings that were never written to; a peer with a
         full ring is not told."""
-        kind, text = exits.reason()
+        kind, text = own_end()
         links = self.connections.leave(kind, text)
         links = links if kind else []
         for link in links:
@@ -429,7 +432,6 @@ class Agent:
         _call_all(self.at_close, self.guard)
         self.pool.end()
         self.progress.end()
-        self.reading.close()
         self.losses.close()
         self.links.close()
         self._lost_callbacks.clear()
@@ -441,7 +443,7 @@ class Agent:
         has to be kept for ever."""
         kept = self, self._links
         self._links = self.links.by_worker = {}  # so that every call comes to ``Connections.to``, which refuses it
-        self.caller.forked(RdmaError(forked.TEXT))
+        self.caller.forked(RdmaError(here.FORKED))
         self.callee.forked = True
         self.garbage.clear()
         gpu.current = streams.current = None
@@ -462,12 +464,6 @@ def _call_all(callbacks: list[Callable[[], None]], guard: Guard) -> None:
             guard.note(reason, "closing what this worker had")
 
 
-def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:
-    links = Links(poller, agent.group, agent.rrefs.lost)
-    losses = Losses(agent.device, agent.progress, agent.group, agent.pool, links, agent.ended)
-    return links, losses, Connections(agent.device, agent.group, links, losses, agent.options.peer_timeout)
-
-
 def _takes(agent: Agent) -> dict[int, Handler]:
     """The handlers of received frames, by kind."""
     callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
@@ -481,13 +477,6 @@ def _takes(agent: Agent) -> dict[int, Handler]:
         REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
         ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
     }
-
-
-def _use(options: RpcBackendOptions) -> None:
-    """Apply the options that hold for the whole process."""
-    serialize.use_cloudpickle(options.pickler == "cloudpickle")
-    permits.use(None if options.allow is None else permits.Permits(options.allow))
-    local.first_call()
 
 
 def _open_device(options: RpcBackendOptions, on_connect: Callable[[Channel], bytes], secret: bytes, kind: str) -> Device:
@@ -524,6 +513,5 @@ def _tell_end(links: Links, worker: int, context: int) -> None:
 
 
 # Typed for the rooms above, which may know all of the agent.
-current: Callable[[], Agent] = here.current
-require: Callable[[str], Agent] = here.current
+current: Callable[..., Agent] = here.current
 found: Callable[[], Agent | None] = here.found

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from ..base import forked
+from ..base import here
 from ..base import streams as gpu_streams
 from ..base.futures import Value, known
-from ..base.worker_info import WorkerInfo
+from ..base.here import WorkerInfo
 from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
-from ..gradients.record import unbound
+from ..gradients.graph import unbound
 from ..gradients.waves import deliver
-from ..links import reads
+from ..links import messages
 from ..links.frames import (
     BULK,
     CONTROL,
@@ -43,12 +43,11 @@ from ..links.frames import (
     request_body,
     response_head,
 )
+from ..links.grants import Promises
+from ..links.messages import AWAY, Fetch, Kept, Post
 from ..links.polling.pool import Pool
-from ..links.post import Post
-from ..links.promises import Promises
-from ..links.reads import AWAY, Fetch, Kept
 from ..links.ring import MAX_BODY, Link
-from ..message import permits, serialize
+from ..message import errors, permits, serialize
 from ..message.layout import as_it_lies, travels
 from ..message.tensors import (
     INLINE_BYTES,
@@ -63,8 +62,8 @@ from ..message.tensors import (
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
-from . import errors, profiled
-from .handover import Handovers, sole_block
+from . import profiled
+from .memory import Handovers, sole_block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
@@ -144,7 +143,7 @@ class Callee:
         kept = self._sources.pop((link, call), None)
         if kept is not None:
             kept.end()
-            reads.resume(self, link)
+            messages.resume(self, link)
 
     def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
         """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
@@ -183,7 +182,7 @@ class Callee:
         link, flags = answering.link, answering.frame.flags
         first = answering.request is None and answering.references is None
         if first and (link.crowded or link.held.any or (flags & AWAY and link.channel.reads_take_peer)):
-            reads.hold(self, link, answering.frame)
+            messages.hold(self, link, answering.frame)
             return
         thread, observer, streams = get_ident(), self.post.observer, gpu_streams.current
         self.running[thread] = answering
@@ -285,7 +284,7 @@ class Callee:
             del args, kwargs  # an error holds this frame
             answering.args = ()
             if self.forked and self.pool.slot:
-                forked.leave(sys.exc_info()[1])
+                here.leave(sys.exc_info()[1])
         if streams is not None:
             streams.ended()
         if inner is not None:

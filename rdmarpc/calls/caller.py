@@ -24,7 +24,7 @@ import torch
 
 from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
-from ..gradients.record import unbound
+from ..gradients.graph import unbound
 from ..gradients.waves import deliver
 from ..links.frames import (
     BULK,
@@ -46,15 +46,14 @@ from ..links.frames import (
     request_head,
     response_body,
 )
+from ..links.messages import AWAY, Fetch, Post, tell
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.post import Post, tell
-from ..links.reads import AWAY, Fetch
 from ..links.ring import QUEUE_BYTES, Link, Room
-from ..message import script, serialize
-from ..message.arrays import Arrived
+from ..message import errors, reducers, serialize
 from ..message.layout import as_it_lies, travels
+from ..message.reducers import Arrived
 from ..message.tensors import (
     HANDED,
     INLINE_BYTES,
@@ -64,16 +63,13 @@ from ..message.tensors import (
     Memory,
     Outgoing,
     pack,
-    recallable,
     string_at,
     unpack,
     unpack_lone,
 )
 from ..references.context import RRefContext
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
-from . import errors
-from .pending import Answer, Future, Pending
-from .timeouts import Timeouts
+from .pending import Answer, Future, Pending, Timeouts
 
 _CALL = ("function", "args", "kwargs")
 _GRADIENTS = b"gradients"
@@ -105,7 +101,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     tensors: list[torch.Tensor] | None
     if not name:
         if isinstance(function, torch.jit.ScriptFunction):
-            script.check(function, args)
+            reducers.check_arguments(function, args)
         payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts, waits=waits)
     elif kind == GRADIENTS:
         payload, tensors = b"", serialize.flat(args)
@@ -129,7 +125,7 @@ def _recallable(pending: Pending, out: Outgoing, device: Device, memory: Memory)
     if not device.can_lend(word, channel):
         word = memory.empty(channel, WORD_BYTES, pending.deadline).zero_()
     pending.word = word
-    return recallable(out, word, device, channel)
+    return out._replace(table=out.table + device.lend(word, channel).dump())
 
 
 def _expect(pending: Pending) -> bytes:

@@ -1,8 +1,11 @@
-"""A call under way, as its caller holds it, and the future of its result."""
+"""A call under way, as its caller holds it, the future of its result, and the thread that ends calls at their deadlines when no
+thread waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +16,12 @@ from ..base import streams
 from ..base.futures import Awaitable, fail
 from ..links.frames import Frame
 from ..links.grants import Signature
+from ..links.messages import Fetch
 from ..links.polling.modes import check_real, dispatch_modes, tracing
-from ..links.reads import Fetch
 from ..links.ring import Link
-from ..message.arrays import Arrived, use_here
+from ..message.reducers import Arrived, use_here
 from ..message.tensors import Landing
-from ..transport import TransferTimeout, bare
+from ..transport import Guard, TransferTimeout, bare, nobody
 
 Answer = Frame | Fetch | Exception
 """An answer: its frame, or a ``Fetch`` that has READ all of it (unless there was no memory: ``Caller``), or an error."""
@@ -100,10 +103,6 @@ class Pending:
     def hold(self, bulk: torch.Tensor) -> None:
         """Keep alive the memory that the callee will READ."""
         self.keep = (self.keep, bulk)
-
-    def abandon(self) -> None:
-        """Give up a call without a future, whose answer nobody wants any more."""
-        self.caller.abandon(self)
 
     def recall(self) -> None:
         """Have the callee not use what it has not READ so far, as the memory may be written to from now on."""
@@ -194,3 +193,56 @@ class Future(Awaitable):
     def add_done_callback(self, callback: Callable[..., Any]) -> None:
         self.has_callbacks = True
         super().add_done_callback(callback)
+
+
+_TICK_S, _IDLE_TICK_S = 0.05, 1.0
+_STOP_S = 1.0
+
+
+class Timeouts:
+    """``pending``: the calls under way. ``give_up(call)`` is called for each that is overdue and has a future: where a thread
+    waits for a call, it looks at the clock itself. Sleeps while nothing is pending."""
+
+    def __init__(self, pending: Mapping[int, Pending], give_up: Callable[[Pending], None]) -> None:
+        self._pending, self.give_up = pending, give_up
+        self.ticking = threading.Event()
+        """Set it when a call has begun."""
+        self.on_tick: Callable[[], None] = nobody
+        """Called every second or so, more often while calls are under way."""
+        self._stopped = threading.Event()
+        self._guard = Guard("rdmarpc-timeouts")
+        self._thread = threading.Thread(target=self._run, name="rdmarpc-timeouts", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            if self.ticking.wait(_IDLE_TICK_S):
+                self._stopped.wait(_TICK_S)
+            try:
+                self.on_tick()
+            except BaseException as error:  # no timeout would come any more
+                self._guard.note(error, "looking after what calls have left")
+            self._give_up_overdue()
+            if not self._pending:
+                self.ticking.clear()
+                if self._pending:
+                    self.ticking.set()
+
+    def _give_up_overdue(self) -> None:
+        # Apart from the loop above: its variable would keep the last call, and its result, until there is another.
+        now = time.monotonic()
+        for pending in list(self._pending.values()):
+            if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
+                try:
+                    self.give_up(pending)
+                except BaseException as error:
+                    self._guard.note(error, "giving a call up")
+
+    def stop(self) -> None:
+        """End the thread, waiting at most a second for it: were a tensor to die there while the interpreter ends, torch would
+        abort the process."""
+        self._stopped.set()
+        self.ticking.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S)
+        self.on_tick = self.give_up = nobody

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base import forked, here
-from ..base.elsewhere import lies_elsewhere, refuse
+from ..base import here
+from ..base.here import lies_elsewhere, refuse
 from ..options import RpcBackendOptions
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
 from . import calls
@@ -591,4 +592,4 @@ def _in_child() -> None:
 
 
 here.explained.append(_explain)
-forked.in_child(_in_child)
+os.register_at_fork(after_in_child=_in_child)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..links.group.job_secret import Claim
 from ..links.group.meeting import LOST, Again, Meeting, naming_its_end, restarted_by_launcher
+from ..links.group.members import Claim
 from ..options import RpcBackendOptions
 from ..transport import Channel, PeerLost, RdmaError, exchange
 from . import domain as domains

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import torch
 
-from ..base.elsewhere import lies_elsewhere
+from ..base.here import lies_elsewhere
 from ..message.layout import span
 from ..transport import Device, Event, NotSupported, Pins, cuda_driver
 

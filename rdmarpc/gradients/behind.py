@@ -1,4 +1,5 @@
-"""What stands behind the accumulator of a leaf, besides us: hooks of other libraries, and the reducers of DDP.
+"""What stands behind the accumulator of a leaf, besides a context: hooks of other libraries, the reducers of DDP, and ours of
+fetched tensors (``Fetched``).
 
 A context keeps gradients to itself, and ``.grad`` as it is: most leaves' gradients are taken in front of their accumulators.
 What stands behind one works on ``.grad`` (DDP averages that), and wants a gradient that is complete. Such a leaf is *watched*:
@@ -26,14 +27,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils.hooks import unserializable_hook
 
 from ..base.streams import use_here
 from ..transport import NotSupported, sole
-from .implicit import of_others
-from .record import Sent, edge, engaged
-
-Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
+from .graph import Node, Sent, edge, engaged
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 SINK: Any = getattr(getattr(distributed, "_DDPSink", None), "_backward_cls", None)
@@ -122,13 +122,14 @@ def inner_edges(sent: Sent) -> list[GradientEdge]:
 def refuse_late_hooks(leaf: torch.Tensor) -> None:
     """``NotSupported`` for a leaf with hooks that want its ``.grad`` (torch passes them over without a word, or misleads
     them)."""
-    if of_others(leaf):
+    hooks: Any = leaf._post_accumulate_grad_hooks
+    if hooks and any(not isinstance(getattr(hook, "__self__", None), Fetched) for hook in hooks.values()):
         raise NotSupported(
             f"a leaf of shape {tuple(leaf.shape)} has a hook by register_post_accumulate_grad_hook: such hooks work on .grad, "
             "which a backward pass in a context leaves alone",
             hint="Tensor.register_hook, or a loss.backward() without a context",
         )
-    hooks: Any = leaf._backward_hooks
+    hooks = leaf._backward_hooks
     if hooks and any(isinstance(getattr(hook, "__self__", None), DistributedDataParallel) for hook in hooks.values()):
         raise _not_averaged("delay_all_reduce_named_params=")
 
@@ -318,3 +319,97 @@ def undisturbed(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         _lock(stack, [replica.lock for each in parameters for replica in replicas.of(each)])
         yield
+
+
+# -- backward passes without a context
+
+_engine = Variable._execution_engine
+Bring = Callable[[list[Any], bool, list[torch.Tensor]], None]
+"""``(references, retain_graph, gradients)``: have their owners run backward; returns when they have."""
+
+
+class _Batch:
+    """What one call of the engine adds to fetched leaves."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.noted: dict[int, torch.Tensor | None] = {}
+        """By the id of the hooks: the gradient, where it will be added to another one."""
+        self.sums: dict[int, tuple[Fetched, torch.Tensor]] = {}
+        """By the reference's number."""
+        self.retain_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        _engine.queue_callback(self._leave)
+
+    def add(self, hooks: Fetched, gradient: torch.Tensor) -> None:
+        found = self.sums.get(hooks.number)
+        self.sums[hooks.number] = (hooks, gradient if found is None else found[1] + gradient)
+
+    def _leave(self) -> None:
+        with _batching:
+            _batches.pop(self.number, None)
+        by_owner: dict[Bring, list[tuple[Any, torch.Tensor]]] = {}
+        for hooks, gradient in self.sums.values():
+            by_owner.setdefault(hooks.bring, []).append((hooks.reference, gradient))
+        for bring, entries in by_owner.items():
+            bring([reference for reference, _ in entries], self.retain_graph, [gradient for _, gradient in entries])
+
+
+_batching = threading.Lock()
+_batches: dict[int, _Batch] = {}
+"""By the number of the engine's call."""
+
+
+def _batch() -> _Batch:
+    number = torch._C._current_graph_task_id()
+    with _batching:
+        found = _batches.get(number)
+        if found is None:
+            found = _batches[number] = _Batch(number)
+    return found
+
+
+class Fetched:
+    """The hooks of a leaf that was fetched outside of contexts (``rref.to_here().sum().backward()``). ``reference`` is kept
+    while the leaf lives.
+
+    A pass over such a leaf adds to its ``.grad`` here, as in torch. The same goes to the owner of the value: when torch's
+    engine has done all of the pass here, each owner is called once, with the sum for each of its values, and runs its own
+    backward pass from them into ``.grad``. That may reach what the owner had fetched itself. The pass here returns when all of
+    them are over. Owners keep nothing for it: the leaf keeps the reference, and that the value with its graph.
+
+    In a context such a leaf is a leaf like others, and its gradient is the context's."""
+
+    def __init__(self, leaf: torch.Tensor, number: int, reference: Any, bring: Bring) -> None:
+        self.number, self.reference, self.bring = number, reference, bring
+        self._leaf = weakref.ref(leaf)
+        leaf.register_hook(self.before)
+        leaf.register_post_accumulate_grad_hook(self.behind)
+
+    @unserializable_hook
+    def before(self, gradient: torch.Tensor) -> None:
+        """In front of ``.grad``, also for ``torch.autograd.grad``, which adds nothing to it."""
+        leaf = self._leaf()
+        if engaged.run is None and leaf is not None and leaf.grad is not None:
+            _batch().noted[id(self)] = gradient
+
+    def behind(self, leaf: torch.Tensor) -> None:
+        """``.grad`` has it."""
+        if engaged.run is not None:
+            return
+        if torch.is_grad_enabled():
+            raise NotSupported(
+                "create_graph=True through a tensor that was fetched by to_here() outside of a context",
+                hint="torch.autograd.grad of a detached copy",
+            )
+        batch = _batch()
+        gradient = batch.noted.pop(id(self), None)
+        if gradient is None:
+            gradient = leaf.grad
+        elif len(leaf._backward_hooks or ()) > 1:
+            raise NotSupported(
+                "a tensor that was fetched by to_here() outside of a context has a hook, and a .grad already: what the hook "
+                "made of the gradient cannot be told",
+                hint="set its .grad to None before, or use a context (rdmarpc.autograd.context)",
+            )
+        assert gradient is not None  # it was just added
+        batch.add(self, gradient)

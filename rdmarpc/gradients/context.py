@@ -31,8 +31,8 @@ from ..base import streams
 from ..base.streams import joint, use_here
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..transport import nobody, sole
+from .graph import ANCHOR, Sent, Source, received, sent
 from .local import Pass
-from .record import ANCHOR, Sent, Source, received, sent
 
 WORKER_SHIFT = 48
 _REMEMBERED = 4096
@@ -134,11 +134,7 @@ class Context:
                 self.check()
             serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
             self.passes[me, serial] = run
-            oldest = serial
-            for worker, count in self.passes:  # ours are in the order of their counts
-                if worker == me:
-                    oldest = count
-                    break
+            oldest = next(count for worker, count in self.passes if worker == me)  # ours are in the order of their counts
         return Name(self.number, me, serial, oldest, retain_graph), run
 
     def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:

@@ -34,10 +34,24 @@ from torch.autograd.variable import Variable
 from ..base import streams
 from ..base.streams import joint, use_here
 from ..transport import NotSupported
-from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, lending, refuse_late_hooks, replicas, watched
-from .graph import BEHIND, NOTHING_MORE, REENTRANT, Halted, halting, label, quieten, reach
-from .record import ANCHOR, RECEIVED, Sent, Source, engaged
-from .record import edge as edge_of
+from .behind import ACCUMULATE, SINK, Replica, adds_up, lending, refuse_late_hooks, replicas, watched
+from .graph import (
+    ANCHOR,
+    BEHIND,
+    NOTHING_MORE,
+    RECEIVED,
+    REENTRANT,
+    Halted,
+    Node,
+    Sent,
+    Source,
+    engaged,
+    halting,
+    label,
+    quieten,
+    reach,
+)
+from .graph import edge as edge_of
 
 _engine = Variable._execution_engine
 _AFTER, _HALT, _BEFORE = range(3)
@@ -89,7 +103,7 @@ class Pass:
         """DDP modules whose reducers wait for the whole pass: the first of a static graph."""
         self._collecting: dict[int, Node] = {}
         self._owners: list[list[GradientEdge]] = []
-        """The edges that keep alive the nodes (``record.edge``) for which gradients are held."""
+        """The edges that keep alive the nodes (``graph.edge``) for which gradients are held."""
         self._arrived: set[int] = set()
         self._expected: set[int] | None = None
         self._labels: dict[Node, int] = {}

@@ -34,12 +34,11 @@ import torch
 from ..base import here
 from ..functions import TOLD_WHO
 from ..links.frames import CONTROL
-from . import error as grad_error
+from ..message import errors
 from .behind import inner_edges
 from .context import Context, Name
-from .graph import reach
+from .graph import RECEIVED, reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
-from .record import RECEIVED
 
 # What stands where a call has its function: of a GRADIENTS frame (_PASS, then as _GRADIENTS says) and of its answer (_ANSWER,
 # an error, _HOLDER for each, then as _GRADIENTS says: _ENTRY for each message, then _PLACE for each gradient).
@@ -171,10 +170,10 @@ class Sprung(Wave):
     result: Reply | Exception | None = None
     future: torch.futures.Future[Reply | Exception] | None = None
 
-    def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
-        """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
+    def start(self) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
+        """Begin with what the pass holds already. The result, or a future of it; errors are ``located``."""
         try:
-            self.go_on(calls)
+            self.go_on()
         except BaseException as error:
             self._fail(error)
         else:
@@ -255,7 +254,7 @@ class Driven(Wave):
             return self.reply()
         finally:
             for call in self._calls:
-                call.abandon()
+                call.caller.abandon(call)
 
 
 # -- one pass, as a whole
@@ -266,7 +265,7 @@ Calls = Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 def _located(agent: Any, error: BaseException) -> Exception:
     """The error as it crosses. Counts gradients that were not their sender's to bring, where that was found out."""
     agent.contexts.refused_gradients += type(error) is ForeignGradients
-    return grad_error.located(error, agent.me.id, agent.name)
+    return errors.located(error, agent.me.id, agent.name)
 
 
 def backward(agent: Any, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
@@ -352,7 +351,7 @@ def deliver(sender: int, packed: bytes, gradients: Sequence[torch.Tensor]) -> An
         run = context.join_pass(agent.number, *name[1:])
         for message, some in _unpack(packed[_PASS.size :], gradients):
             run.arrive(sender, message, some)
-        return _answered(Sprung(agent, name, run, sender).start([]))
+        return _answered(Sprung(agent, name, run, sender).start())
     except Exception as error:
         return _answered(_located(here.current(), error))
 
@@ -364,7 +363,7 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
         agent, context, name = _load(sender, header)
         run = context.join_pass(agent.number, *name[1:])
         run.expect(_unpacked(messages))
-        return _answered(Sprung(agent, name, run, sender).start([]))
+        return _answered(Sprung(agent, name, run, sender).start())
     except Exception as error:
         return _answered(_located(here.current(), error))
 
@@ -395,7 +394,7 @@ def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
     if isinstance(result, torch.futures.Future):
         return result.then(lambda future: _answered(future.value()))
     if isinstance(result, Exception):
-        error = grad_error.dump(result)
+        error = errors.dump_located(result)
         return _ANSWER.pack(len(error), 0) + error, ()
     heads, gradients = _pack(result.arrivals)
     holders = _packed(result.holders) if result.holders else b""
@@ -406,7 +405,7 @@ def _load_reply(packed: bytes, gradients: Any) -> Reply:
     """``gradients``: a tuple of them, or the only one."""
     error, holders = _ANSWER.unpack_from(packed)
     if error:
-        raise grad_error.load(packed[_ANSWER.size :])
+        raise errors.load_located(packed[_ANSWER.size :])
     end = _ANSWER.size + holders * _HOLDER.size
     gradients = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
     return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]) if holders else set())

@@ -66,7 +66,7 @@ class Head(NamedTuple):
     places: bytes = b""
     """The landing places for the result (request), or for the next call's arguments (answer): see ``tensors.Places``."""
     message: int = 0
-    """The message's number in the autograd context (``gradients/record``); 0: none."""
+    """The message's number in the autograd context (``gradients/graph``); 0: none."""
     context: int = NO_CONTEXT
     """The id of the autograd context (request)."""
     rref: int = 0

@@ -1,15 +1,21 @@
-"""Connections that end: whatever depended on one fails, once, when all that came over it was read."""
+"""Ends of connections: whatever depended on one fails, once, when all that came over it was read. And the reason why this
+process ends, told to the workers that will lose it: their ``PeerLost`` names it."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import multiprocessing
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import util
 from typing import Any
 
 from ..transport import GIVEN_UP, Channel, Device, Guard, PeerLost, RdmaError, nobody
-from . import exits
 from .group.group import Group, listens
 from .polling.pool import Pool
 from .polling.progress import Progress
@@ -33,7 +39,7 @@ def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
     if status == GIVEN_UP:  # the text is read elsewhere too, so it has to name the worker that was stopped
         why = why.replace("this worker", me)
     if kind:
-        why, status = f"it ended by {text}", "INTERRUPTED" if kind == exits.INTERRUPTED else "RAISED"
+        why, status = f"it ended by {text}", "INTERRUPTED" if kind == INTERRUPTED else "RAISED"
     ours = error.__cause__ is not None  # it is this process that could not go on (``guard.broken_by``)
     hint = error.hint if ours else "" if status in _NOT_ITS_OWN_END else ITS_OUTPUT
     lost = PeerLost(f"worker {link.name} is lost: {why}", peer=link.name, device=error.device, status=status, hint=hint)
@@ -157,3 +163,60 @@ class Losses:
     def close(self) -> None:
         """At the end of this worker, forget all callbacks."""
         self._ended, self.at_once = lambda link, error: [], nobody
+
+
+_HEAD, _TAIL = 300, 500
+"""Characters of a text that is too long. A loss that was caused by another loss has the first cause at its end."""
+INTERRUPTED = KeyboardInterrupt.__name__
+_ENDINGS = {("multiprocessing.process", "_bootstrap"), ("torch.multiprocessing.spawn", "_wrap")}
+"""Functions that print or keep the exception that ends a process of ``multiprocessing``."""
+
+
+def own_end() -> tuple[str, str]:
+    """The type and the text of the exception that ends this process, as far as it can be seen: one that is being handled, or
+    the one that reached the top of the main thread. Two empty texts if there is none."""
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # at a prompt, errors end nothing
+        error = getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return "", ""
+        # ``except ...: sys.exit(1)``, as in torch.multiprocessing.spawn.
+        error = error.__context__ or error
+    return ("", "") if error is None else (type(error).__name__, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        if isinstance(error, RdmaError):
+            text = f"{type(error).__name__}: {error.message}"
+        else:
+            text = "".join(traceback.format_exception_only(error)).strip()
+    except Exception:
+        return type(error).__name__  # its own methods fail
+    text = text.split("\nTraceback", 1)[0]  # that of another worker, where the error came from
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
+def when_a_child_ends(tell: Callable[[], object]) -> util.Finalize | None:
+    """Have ``tell`` called when the function of this ``multiprocessing`` process has returned or raised. ``own_end`` sees the
+    exception then, and not later, as it ends there. Returns ``None`` in any other process."""
+    if multiprocessing.parent_process() is None:
+        return None
+    if sys.version_info >= (3, 14):  # finalizers run when the exception has been dealt with, and is not to be seen any more
+        for name in ("print_exc", "format_exc"):
+            setattr(traceback, name, _telling(inspect.unwrap(getattr(traceback, name)), tell))
+    return util.Finalize(None, tell, exitpriority=0)
+
+
+def _telling(function: Callable[..., Any], tell: Callable[[], object]) -> Callable[..., Any]:
+    """A function of ``traceback``, which calls ``tell`` first where it is called for the exception that ends this process."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) in _ENDINGS:
+            tell()
+        return function(*args, **kwargs)
+
+    return told

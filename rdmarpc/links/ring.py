@@ -17,8 +17,8 @@ no thread ever waits for room in a peer's ring, and only ``CREDIT`` overtakes th
   ``crowded``: requests of this peer, and of no other, are then not begun but ``held``. The queue grows only by the answers of
   functions that run already. A peer that reads nothing sees no credit either, so it can send one ring of requests more; one
   that reads slowly may have as many held as it has calls outstanding, and keeps a record of each itself.
-* Held requests wait for the peer's reader of rings, or for data of theirs that it sends (``reads``), and for nothing else: no
-  function, and no ring of another peer. So two workers that flood each other both go on.
+* Held requests wait for the peer's reader of rings, or for data of theirs that it sends (``messages``), and for nothing else:
+  no function, and no ring of another peer. So two workers that flood each other both go on.
 
 Invariants: (1) bytes ``[written, written + n)`` are free at the peer before they are written: ``written + n - credit <=
 size``; (2) frames are read in the order written, by one thread at a time (the holder of the polling role); (3) a frame's
@@ -67,7 +67,7 @@ class Queued(NamedTuple):
 
 
 class Held:
-    """The requests (``reads.Fetch``) of one peer that are not begun yet, in order. Thread-safe, never blocks."""
+    """The requests (``messages.Fetch``) of one peer that are not begun yet, in order. Thread-safe, never blocks."""
 
     __slots__ = ("_entries", "_lock", "_under_way", "_unread", "any", "ever", "reading")
 
@@ -145,7 +145,7 @@ class Link:
         """The error that ended it, with the peer's name. ``explained`` is set once the final reason is known."""
         self.explained = threading.Event()
         self.goodbye = "", ""
-        """The exception that ends the peer's process, as the peer said itself: its type and its text (``exits.reason``)."""
+        """The exception that ends the peer's process, as the peer said itself: its type and its text (``losses.own_end``)."""
         self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
         self.pool = pool
         """The channel's pool: memory of ours that only this peer may touch. Frames for the peer are composed there too, as they

@@ -96,11 +96,11 @@ def check(plans: Mapping[str, str]) -> None:
     ``ValueError`` for the first problem."""
     loaded = {name: Plan.load(text) for name, text in plans.items()}
     for name, plan in loaded.items():
-        for problem in _problems(name, plan, loaded):
+        for problem in _problems(plan, loaded):
             raise ValueError(f"Node {name} has {problem}")
 
 
-def _problems(name: str, plan: Plan, plans: Mapping[str, Plan]) -> Iterator[str]:
+def _problems(plan: Plan, plans: Mapping[str, Plan]) -> Iterator[str]:
     if len(set(plan.devices)) != len(plan.devices):
         yield f"duplicated devices\ndevices = {plan.devices}"
     if not _exist(plan.devices, plan.gpus):

@@ -230,34 +230,19 @@ class Gpus:
         lent = self._peer(worker).lent
         if lent is None:
             return
-        groups, _ = struct.unpack_from("<II", blob, len(blob) - 8)
-        at = 0
-        for _ in range(groups):
-            _, slot, generation, _, _, tensors = _GROUP.unpack_from(blob, at)
+        for _, slot, generation, _, _ in _groups(blob)[0]:
             lent.take_back(slot, generation)
-            at += _GROUP.size
-            for _ in range(tensors):
-                at += _TENSOR.size + _TENSOR.unpack_from(blob, at)[4]
 
     # -- in
 
     def unpack(self, blob: bytes) -> list[torch.Tensor]:
         """The tensors, on the current streams. What made them, and the copies, may still be under way there."""
-        groups, count = struct.unpack_from("<II", blob, len(blob) - 8)
-        numbers = struct.unpack_from(f"<{count}I", blob, len(blob) - 8 - 4 * count)
+        groups, numbers = _groups(blob)
         runs: list[torch.Tensor] = []
         failed: Exception | None = None
-        at = 0
-        for _ in range(groups):
-            sender, slot, generation, _, target, tensors = _GROUP.unpack_from(blob, at)
-            at += _GROUP.size
-            entries = []
-            for _ in range(tensors):
-                number, base, offset, handle, length = _TENSOR.unpack_from(blob, at)
-                at += _TENSOR.size + length
-                entries.append((number, base, offset, handle, layout.decode(blob[at - length : at])))
+        for group in groups:
             try:
-                runs += self._fetch(sender, slot, generation, target, entries)
+                runs += self._fetch(*group)
             except Exception as error:  # also for want of memory: the other slots have to be answered all the same
                 failed = failed or error
         if failed is not None:
@@ -282,7 +267,7 @@ class Gpus:
         with cuda.on(target):
             try:
                 for number, base, offset, handle, what in entries:
-                    run = torch.empty(what.nbytes // what.dtype.itemsize, dtype=what.dtype, device=self.streams.device(target))
+                    run = torch.empty(what.nbytes // what.dtype.itemsize, dtype=what.dtype, device=self.streams.devices[target])
                     if what.nbytes:
                         if sender != self._me:
                             assert peer.imports is not None
@@ -384,6 +369,23 @@ class Gpus:
         _left.extend(self._graves)
 
 
+def _groups(blob: bytes) -> tuple[list[tuple[int, int, int, int, list[Any]]], tuple[int, ...]]:
+    """What ``Gpus.pack`` made: of each group the sender, its slot and generation, the index of our device, and for each tensor
+    where it lies and what it is; and which of all these each tensor of the message is."""
+    count, tensors = struct.unpack_from("<II", blob, len(blob) - 8)
+    found, at = [], 0
+    for _ in range(count):
+        sender, slot, generation, _, target, size = _GROUP.unpack_from(blob, at)
+        at += _GROUP.size
+        entries = []
+        for _ in range(size):
+            *place, length = _TENSOR.unpack_from(blob, at)
+            at += _TENSOR.size + length
+            entries.append((*place, layout.decode(blob[at - length : at])))
+        found.append((sender, slot, generation, target, entries))
+    return found, struct.unpack_from(f"<{tensors}I", blob, len(blob) - 8 - 4 * tensors)
+
+
 def _not_captured() -> None:
     if driver.capturing():
         raise NotSupported(
@@ -397,7 +399,8 @@ current: Gpus | None = None
 """This process's; ``None`` without a GPU."""
 
 
-def _gpus() -> Gpus:
+def present() -> Gpus:
+    """``current``. ``RuntimeError`` without a GPU."""
     if current is None:
         raise RuntimeError("this worker has no GPU")
     return current
@@ -408,14 +411,9 @@ def probe(sender: int, table: bytes, number: int, handle: bytes, target: int) ->
     return "that worker has no GPU" if current is None else current.admit(sender, table, number, handle, target)
 
 
-def fetch(blob: bytes) -> list[torch.Tensor]:
-    """See ``Gpus.unpack``."""
-    return _gpus().unpack(blob)
-
-
 def _from_host(staged: torch.Tensor, target: torch.device, requires_grad: bool) -> torch.Tensor:
     if target.type != "cpu":
-        gpus = _gpus()
+        gpus = present()
         gpus.streams.use(target.index)
         gpus._device.count_staged(staged.nbytes)
         with driver.driver().relaxed():

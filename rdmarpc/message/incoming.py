@@ -22,7 +22,7 @@ class Came(NamedTuple):
     """Gets tensors that require grad and came in parts, in the order in which they are made."""
     on_gpu: list[torch.Tensor]
     arrays: list[Any] | None
-    """Gets the arrays of cupy (``arrays.Arrived``), if somebody asks."""
+    """Gets the arrays of cupy (``reducers.Arrived``), if somebody asks."""
 
 
 class _Beside(threading.local):

@@ -2,7 +2,7 @@
 
 Everything that arrives pickled, in requests, answers and errors, is read by way of one ``Permits``. It resolves a name only if
 the object behind it is allowed: named by the user, defined in a module that the user named, or one of what messages are made of
-(``plumbing``). Nothing is imported for a peer. Functions of ours that peers call are resolved where a message names its
+(``_VALUES``). Nothing is imported for a peer. Functions of ours that peers call are resolved where a message names its
 function, and nowhere else: as an argument they could be called with a sender of the peer's choice.
 
 Unpickling calls what it resolves, and sets attributes (BUILD). The C unpickler would set those of classes and functions too, so
@@ -18,6 +18,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, ClassVar
 
@@ -25,22 +26,42 @@ import numpy as np
 import torch
 
 from ..transport import RdmaError
-from . import plumbing
 
-_REFUSED: tuple[str, ...] = (
-    "builtins",
-    "ctypes",
-    "functools",
-    "importlib",
-    "io",
-    "operator",
-    "os",
-    "pickle",
-    "posix",
-    "runpy",
-    "shutil",
-)
-_REFUSED += ("subprocess", "sys", "torch", "types")
+_VALUES = {
+    "builtins": "bool bytearray bytes complex dict float frozenset int list range set slice str tuple",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "uuid": "UUID",
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "torch": "Size device Tensor",
+    "torch.nn.parameter": "Parameter",
+    "torch._utils": "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_tensor_v2",
+    "torch.serialization": "_get_layout",
+    "rdmarpc.servers.bundle": "Bundle",
+    "rdmarpc.base.here": "WorkerInfo",
+    "rdmarpc.message.incoming": "in_parts landed landed_on_gpu",
+    "rdmarpc.message.gpu": "_from_host",
+    "rdmarpc.message.reducers": "_coo _compressed _parameter _quantised _storage _subclass _typed_storage _zeros landed_array",
+    "rdmarpc.references.handle": "_receive",
+    "rdmarpc.nn": "_receive",
+    "rdmarpc.places.carried": "lying",
+}
+"""Names in pickles that are allowed whatever ``allow`` says, by module: values of Python and numpy without behaviour (numbers,
+containers, dates, arrays, dtypes), and how tensors, references and remote modules are made again over what landed beside the
+pickle. So are exceptions of Python, of torch and of ours, so that errors keep their types, and records of which the set-up of
+served models consists."""
+_PLAIN = {"torch": "Size device", "builtins": "complex"}
+"""Those that a pickle of plain values (``serialize.flat``) may have."""
+_REFUSED = {
+    *("builtins", "ctypes", "functools", "importlib", "io", "operator", "os", "pickle", "posix", "runpy", "shutil"),
+    *("subprocess", "sys", "torch", "types"),
+}
 """Modules in which there is something that runs anything: they cannot be allowed as a whole."""
 _BUILD = b"b"
 _WRAP = "rdmarpc.wrap"
@@ -48,6 +69,31 @@ _OPENING = (("rdmarpc.places.wrap", "wrap"), ("rdmarpc.places.devices", "device"
 _MANY = 4096
 _FINISHED = (torch.Tensor, torch.nn.Parameter)
 _NAMED_SO = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
+_KINDS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_OWNERS = ("_VariableFunctionsClass", "TensorBase")
+_CALLED = {
+    "rdmarpc.api": "_bring _hand_out",
+    "rdmarpc.message.gpu": "probe",
+    "rdmarpc.gradients.waves": "_settle _survey",
+    "rdmarpc.servers.local": "create load_state_dict state_dict step",
+    "rdmarpc.nn": "_made _make _parameters _remote_forward _remote_forward_on _train",
+    "rdmarpc.references.handle": "_accumulate _backward _fetch _run _run_async _type_of",
+    "rdmarpc.servers.serving": "ask enter leave why",
+    "rdmarpc.calls.termination": "_report",
+    "rdmarpc.timeline": "_hand_over _written",
+}
+"""Functions of ours that other workers call: allowed where a message names its function, and nowhere else."""
+_PLACES = {"rdmarpc.places.runners": "counters_here new_region open_stream reach_region take_large"}
+"""Those of them by which other workers have tensors here."""
+
+
+class _Owner:
+    """A class of torch's in a pickle: nothing can be done with it but to look up a member that is allowed."""
+
+    __slots__ = ("of", "shown")
+
+    def __init__(self, of: Any, shown: str) -> None:
+        self.of, self.shown = of, shown
 
 
 class NotAllowed(RdmaError):
@@ -83,7 +129,7 @@ class Permits:
             self.wraps = True
         elif callable(item) and module and name and walk(module, name) is item:
             self._named[module, name] = item
-        elif isinstance(item, _NAMED_SO) and plumbing.owner_of(item):
+        elif isinstance(item, _NAMED_SO) and _of_class(item):
             self._members.add(item)
         else:
             raise TypeError(f"allow takes modules, and functions and classes that can be imported by their names, got {item!r}")
@@ -105,13 +151,11 @@ class Permits:
             return self._named[module, name]
         if (module, name) == ("builtins", "getattr"):
             return self._member
-        found = plumbing.find(module, name)
-        if found is not None:
+        if (found := _of_messages(module, name)) is not None:
             return found
         if not self._covers(module, name):
             raise self._refuse(f"{module}.{name}")
-        found = walk(module, name)
-        if found is None:
+        if (found := walk(module, name)) is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # Itself, not what it imports, nor what can be reached by way of it.
         if isinstance(found, ModuleType) or (getattr(found, "__module__", ""), getattr(found, "__qualname__", "")) != (
@@ -135,16 +179,14 @@ class Permits:
 
     def find_called(self, module: str, name: str) -> Any:
         """As ``find``, for the function that a request names: also finds the functions of ours that peers call."""
-        places_tensors = plumbing.places_tensors(module, name)
+        places_tensors = _has(_PLACES, module, name)
         if places_tensors and not self.wraps:
             raise self._refuse(f"{module}.{name}", _WRAP)
-        if places_tensors or plumbing.called(module, name):
-            return walk(module, name)
-        return self.find(module, name)
+        return walk(module, name) if places_tensors or _has(_CALLED, module, name) else self.find(module, name)
 
     def _member(self, owner: Any, name: str) -> Any:
         """Stands for ``getattr`` in a pickle: functions of torch travel as members of a class."""
-        found = getattr(owner.of, name, None) if type(owner) is plumbing.Owner else None
+        found = getattr(owner.of, name, None) if type(owner) is _Owner else None
         if type(found) in _NAMED_SO and found in self._members:
             return found
         raise self._refuse(f"{getattr(owner, 'shown', type(owner).__name__)}.{name}")
@@ -169,7 +211,7 @@ class Permits:
         raise self._refuse(f"{named}.{name}", named)
 
     def _names_class(self, kind: type) -> bool:
-        """Whether the user has allowed a class: those of the plumbing may be made, but not be called."""
+        """Whether the user has allowed a class: those of our messages may be made, but not be called."""
         module, name = kind.__module__, kind.__qualname__
         return (module, name) in self._named or self._covers(module, name)
 
@@ -185,29 +227,29 @@ class Permits:
     # -- pickles
 
     def loads(self, data: bytes, buffers: Any = None) -> Any:
-        reader = _Careful if _BUILD in data else _Quick
-        return reader(self, self.find, data, buffers).load()
+        return self._read(self.find, data, _BUILD in data, buffers)
 
     def load_plain(self, data: bytes) -> Any:
         """Unpickle tuples of plain values. Raises ``NotAllowed`` if the pickle names anything else."""
-        return _Quick(self, self._find_plain, data, None).load()
+        return self._read(self._find_plain, data, False)
 
     def load_called(self, data: bytes) -> Any:
         """The function that a request names."""
-        reader = _Careful if _BUILD in data else _Quick
-        return reader(self, self.find_called, data, None).load()
+        return self._read(self.find_called, data, _BUILD in data)
+
+    def _read(self, find: Callable[[str, str], Any], data: bytes, builds: bool, buffers: Any = None) -> Any:
+        reader: Any = (_Careful if builds else _Quick)(io.BytesIO(data), buffers=buffers)
+        reader.permits, reader.find_class = self, find
+        return reader.load()
 
     def _find_plain(self, module: str, name: str) -> Any:
-        found = plumbing.find_plain(module, name)
-        if found is None:
+        if (found := _plain(module, name)) is None:
             raise self._refuse(f"{module}.{name}")
         return found
 
 
 class _Quick(pickle.Unpickler):
-    def __init__(self, permits: Permits, find: Callable[[str, str], Any], data: bytes, buffers: Any) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
-        self.find_class = find  # type: ignore[method-assign]
+    """As pickle's own, but for attributes that can be set."""
 
 
 _Python: Any = pickle._Unpickler
@@ -216,18 +258,51 @@ _Python: Any = pickle._Unpickler
 class _Careful(_Python):
     """Builds nothing but instances of what is allowed."""
 
-    def __init__(self, permits: Permits, find: Callable[[str, str], Any], data: bytes, buffers: Any) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
-        self._permits, self.find_class = permits, find
-
     def load_build(self) -> None:
         kind = type(self.stack[-2])
         kind = np.dtype if issubclass(kind, np.dtype) else kind  # each has a class of its own
-        if issubclass(kind, type) or kind in _FINISHED or not self._permits.permits_class(kind):
-            raise self._permits._refuse(f"the state of a {kind.__module__}.{kind.__qualname__}", kind.__qualname__)
+        if issubclass(kind, type) or kind in _FINISHED or not self.permits.permits_class(kind):
+            raise self.permits._refuse(f"the state of a {kind.__module__}.{kind.__qualname__}", kind.__qualname__)
         super().load_build()
 
     dispatch: ClassVar[dict[int, Any]] = {**_Python.dispatch, _BUILD[0]: load_build}
+
+
+def _has(table: dict[str, str], module: str, name: str) -> bool:
+    return name in table.get(module, "").split()
+
+
+def _of_messages(module: str, name: str) -> Any:
+    """The object behind a name in a pickle that is allowed whatever ``allow`` says; ``None`` for any other name."""
+    if _has(_VALUES, module, name):
+        return getattr(sys.modules.get(module), name, None)
+    if module == "torch._C" and name in _OWNERS:
+        return _Owner(getattr(torch._C, name), "torch" if name == _OWNERS[0] else "torch.Tensor")
+    # Of other modules nothing is looked up: that can import more.
+    ours = module.partition(".")[0] in ("builtins", "rdmarpc", "torch")
+    found = getattr(sys.modules.get(module), name, None) if ours else None
+    if isinstance(found, type) and found.__module__ == module:
+        record = module.startswith("rdmarpc.servers.") and (is_dataclass(found) or issubclass(found, tuple))
+        if record or issubclass(found, Exception):
+            return found
+    return _plain(module, name)
+
+
+def _plain(module: str, name: str) -> Any:
+    """The object behind a name that a pickle of plain values (``serialize.flat``) may contain; ``None`` for any other name."""
+    if _has(_PLAIN, module, name):
+        return getattr(sys.modules[module], name)
+    if module in ("torch", "torch._utils"):
+        found = getattr(torch, name.removeprefix("torch."), None)
+        if isinstance(found, _KINDS):
+            return found
+    return None
+
+
+def _of_class(function: Any) -> bool:
+    """Whether torch pickles a function as a member of one of its classes."""
+    name = getattr(function, "__name__", "")
+    return any(getattr(getattr(torch._C, owner), name, None) == function for owner in _OWNERS)
 
 
 def walk(module: str, name: str) -> Any:

@@ -1,20 +1,38 @@
 """How what is not a plain dense tensor is taken apart, so that the dense parts travel out of band like any dense tensor.
 
 Each function gives what ``__reduce__`` gives (see ``pickle``), or ``NotImplemented`` to leave the object to its own class.
+
+TorchScript: functions travel by name, where Python finds them, or else as the receiver has compiled them, too. Modules travel
+as ``torch.jit.save`` writes them.
+
+Arrays of cupy leave as tensors over their memory and arrive as arrays over that of tensors, without a copy more than a tensor
+takes. cupy has current streams of its own. At the sender torch's current stream follows what cupy's was given before. At the
+receiver cupy's current stream follows the copy, in the thread that unpickles; where another thread takes the value out of a
+future, its own follows too (``use_here``). The memory is torch's there, whose allocator is told of cupy's stream. cupy is
+imported where an array arrives, and not before.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import pickle
+import re
 import sys
 from collections import namedtuple
+from collections.abc import Iterable
+from functools import reduce
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ..transport import Event, as_tensor
+from ..transport import cuda_driver as driver
 from . import device_maps, gpu, permits
+from .incoming import beside
 from .layout import is_memory, travels
 
 _OF_SCRIPTS = "torch._jit_internal"
@@ -158,7 +176,7 @@ def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool
     return made
 
 
-def reduce_parameter(value: torch.nn.Parameter) -> Any:
+def reduce_parameter(value: torch.nn.Parameter, _: Any) -> Any:
     return _parameter, (value.detach(), value.requires_grad, value.__dict__ or None)
 
 
@@ -179,7 +197,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def reduce_storage(value: torch.UntypedStorage) -> Any:
+def reduce_storage(value: torch.UntypedStorage, _: Any) -> Any:
     if value.device.type != "cpu":
         return NotImplemented
     return _storage, (bytes_of(value),)
@@ -189,7 +207,7 @@ def _storage(raw: torch.Tensor) -> torch.UntypedStorage:
     return raw.untyped_storage()
 
 
-def reduce_typed_storage(value: torch.storage.TypedStorage) -> Any:
+def reduce_typed_storage(value: torch.storage.TypedStorage, _: Any) -> Any:
     if value.device.type != "cpu":
         return NotImplemented
     return _typed_storage, (value._untyped_storage, value.dtype)
@@ -197,3 +215,131 @@ def reduce_typed_storage(value: torch.storage.TypedStorage) -> Any:
 
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+# -- TorchScript
+
+_MANGLED = re.compile(r"___torch_mangle_\d+\.")
+
+
+def _find(module: str, name: str) -> Any:
+    return reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def _place(qualified_name: str) -> tuple[str, str]:
+    """The module and the name under which TorchScript found the Python of a function."""
+    module, _, name = _MANGLED.sub("", qualified_name).removeprefix("__torch__.").rpartition(".")
+    return module, name
+
+
+def _found(module: str, name: str) -> Any:
+    try:
+        return _find(module, name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def reduce_function(function: torch.jit.ScriptFunction, _: Any) -> Any:
+    place = _place(function.qualified_name)
+    return (_find, place) if _found(*place) is function else (_compiled, (function.qualified_name,))
+
+
+def _compiled(qualified_name: str) -> torch.jit.ScriptFunction:
+    """A function that has been compiled in this process, too, under the same name: ``torch.jit.script`` and ``trace`` need not
+    leave it where Python finds it."""
+    found = torch.jit._state._python_cu.find_function(qualified_name)
+    if found is None:
+        name = qualified_name.rpartition(".")[2]
+        raise RuntimeError(f"attempted to get undefined function {name}: this worker has not compiled {qualified_name}")
+    python = _found(*_place(qualified_name))
+    if isinstance(python, FunctionType):
+        found._torchdynamo_inline = python  # type: ignore[attr-defined] # as ``torch.jit.script`` notes it
+    return found
+
+
+def check_arguments(function: Any, args: tuple[Any, ...]) -> None:
+    """Raise ``RuntimeError`` for too many arguments: as torch does, at the caller. All else is found out where it runs."""
+    if len(args) > (most := len(function.schema.arguments)):
+        raise RuntimeError(
+            f"{function.name}() expected at most {most} argument(s) but received {len(args)} argument(s). "
+            f"Declaration: {function.schema}"
+        )
+
+
+def reduce_module(module: torch.jit.ScriptModule, _: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _load, (file.getvalue(),)
+
+
+def reduce_native_module(module: torch._C.ScriptModule, _: Any) -> Any:
+    """A module as TorchScript's own functions return it."""
+    return reduce_module(torch.jit._recursive.wrap_cpp_module(module), _)
+
+
+def _load(data: bytes) -> torch.jit.ScriptModule:
+    return torch.jit.load(io.BytesIO(data))
+
+
+# -- arrays of cupy
+
+Arrived = tuple[torch.Tensor, Event]
+"""The tensor under an array, and the end of the copy into its memory."""
+
+
+def is_cupy(kind: type) -> bool:
+    return kind.__module__ == "cupy" and kind.__name__ == "ndarray"
+
+
+def reduce_cupy(array: Any) -> Any:
+    """See ``pickle``: ``__reduce__``. ``ValueError`` for one that torch cannot share. Where torch has no GPU, the array goes as
+    cupy pickles it: through host memory."""
+    if gpu.current is None:
+        return NotImplemented
+    if any(stride < 0 for stride in array.strides):  # which torch does not have
+        array = array.copy()
+    return landed_array, (as_tensor(array),)
+
+
+def landed_array(tensor: torch.Tensor) -> Any:
+    """The array over a tensor that came."""
+    try:
+        if permits.current is not None and "cupy" not in sys.modules:
+            raise ImportError("nothing is imported for a peer where `allow` is set")
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(
+            f"this worker cannot make the array of cupy that came: {error}. Install cupy here (cupy-cuda12x, cupy-cuda13x), "
+            "import it where `allow` is set, or send torch.from_dlpack(array)"
+        ) from error
+    if tensor.is_cpu:
+        raise RuntimeError("an array of cupy came to the CPU: the sender's device map has to name a GPU for it")
+    torch._jit_internal._TensorExtractor = _TensorExtractor  # type: ignore[misc]
+    index = tensor.device.index
+    with torch.accelerator.device_index(index):  # torch shows others the memory of its current device only
+        array = cupy.from_dlpack(tensor)
+    _lend(tensor)
+    if beside.now.arrays is not None:
+        beside.now.arrays.append((tensor, Event(index, driver.current_stream(index))))
+    return array
+
+
+def use_here(arrays: Iterable[Arrived]) -> None:
+    """This thread uses arrays that another one may have unpickled."""
+    for tensor, copied in arrays:
+        copied.follow(_lend(tensor))
+
+
+def _lend(tensor: torch.Tensor) -> int:
+    """Have torch use this memory again only after what cupy's current stream, whose handle is returned, is given until then."""
+    index = tensor.device.index
+    stream: int = sys.modules["cupy"].cuda.get_current_stream(index).ptr
+    tensor.record_stream(driver.as_torch(index, stream))
+    return stream
+
+
+class _TensorExtractor(torch._jit_internal._TensorExtractor):
+    """Torch pickles the values of futures that know of devices, to find the tensors. An array would be copied to the host."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "" if is_cupy(type(obj)) else super().persistent_id(obj)

@@ -15,15 +15,16 @@ import ctypes
 import io
 import pickle
 import struct
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import arrays, device_maps, gpu, permits, reducers, unpicklable
+from . import device_maps, gpu, permits, reducers
 from .incoming import Came, beside, in_parts, landed
 from .layout import travels
 
@@ -65,9 +66,6 @@ class Message:
             if gpu.current is not None and gpu.current.takes(value):
                 return self.in_parts(value, self._from_gpu(gpu.current, value))
             return self.in_parts(value, reducers.reduce_tensor(value))
-        part = _parts.get(kind)
-        if part is not None:
-            return part(value)
         special = _reducers.get(kind)
         if special is not None:
             return special(value, self)
@@ -82,8 +80,8 @@ class Message:
             raise RuntimeError("Can not pickle torch.futures.Future")
         if isinstance(value, type):
             return reducers.reduce_class(value)
-        if arrays.is_array(kind):
-            return arrays.reduce_array(value)
+        if reducers.is_cupy(kind):
+            return reducers.reduce_cupy(value)
         return NotImplemented
 
     def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
@@ -101,12 +99,14 @@ class Message:
         return in_parts, reduced
 
 
-_parts: dict[type, Callable[[Any], Any]] = {
+_reducers: dict[type, Callable[[Any, Message], Any]] = {
     torch.nn.Parameter: reducers.reduce_parameter,
     torch.UntypedStorage: reducers.reduce_storage,
     torch.storage.TypedStorage: reducers.reduce_typed_storage,
+    torch.jit.ScriptFunction: reducers.reduce_function,
+    torch.jit.RecursiveScriptModule: reducers.reduce_module,
+    torch._C.ScriptModule: reducers.reduce_native_module,
 }
-_reducers: dict[type, Callable[[Any, Message], Any]] = {}
 
 
 def register_reducer(kind: type, reduce: Callable[[Any, Message], Any]) -> None:
@@ -129,7 +129,7 @@ def _fails(value: Any) -> bool:
     message = Message(None)
 
     def reduce(part: Any) -> Any:
-        return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
+        return (int, ()) if type(part) in _reducers else message.reduce(part)
 
     try:
         _pickler(io.BytesIO(), reduce, partial(_in_band, [], False)).dump(value)
@@ -194,7 +194,7 @@ def dumps(
         for item in message.enclosed:
             item.undo()
         if isinstance(error, Exception):
-            unpicklable.explain(error, value, names, _fails)
+            _explain(error, value, names)
         raise
     if parts is not None:
         parts += message.parts
@@ -212,14 +212,14 @@ def loads(
     tensors: list[torch.Tensor],
     references: list[Any] | None = None,
     parts: list[torch.Tensor] | None = None,
-    arrived: list[arrays.Arrived] | None = None,
+    arrived: list[reducers.Arrived] | None = None,
 ) -> Any:
     """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there; ``arrived`` gets the
     arrays of cupy. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
     if references:
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
-    on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
+    on_gpu = gpu.present().unpack(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
     outer, beside.now = beside.now, Came(tensors, references or [], [] if parts is None else parts, on_gpu, arrived)
     try:
         if not count:
@@ -255,14 +255,35 @@ _needed_by_value: Callable[[Any], bool] | None = None
 """Whether a function or class has to travel by value."""
 
 
+@cache
+def _by_value() -> type[pickle.Pickler]:
+    import cloudpickle  # it need not be installed
+
+    class Pickler(cloudpickle.Pickler):
+        """Asks ``reduce`` first, and leaves the rest to cloudpickle."""
+
+        def __init__(self, file: io.BytesIO, reduce: Reduce, in_band: InBand) -> None:
+            super().__init__(file, protocol=5, buffer_callback=in_band)
+            self._reduce = reduce
+
+        def reducer_override(self, value: Any) -> Any:
+            found = self._reduce(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return Pickler
+
+
+def _found_nowhere(function: Any) -> bool:
+    """Whether a function or class cannot be found by its name in another process: defined in ``__main__`` or on the spot."""
+    return function.__module__ == "__main__" or "<" in function.__qualname__
+
+
 def use_cloudpickle(wanted: bool) -> None:
     """Whether lambdas, local functions and what is defined in ``__main__`` travel by value from here on (one setting a
     process). ``ImportError`` if cloudpickle is not installed."""
     global _pickler, _needed_by_value
     if wanted:
-        from . import by_value  # cloudpickle need not be installed
-
-        _pickler, _needed_by_value = by_value.Pickler, by_value.needed
+        _pickler, _needed_by_value = _by_value(), _found_nowhere
     else:
         _pickler, _needed_by_value = _Pickler, None
     _references.clear()
@@ -358,7 +379,7 @@ def reference(function: Any) -> bytes | None:
     try:
         found = pickle.dumps(function, 5)
     except Exception as error:
-        unpicklable.hint(error)
+        _hint(error)
         raise
     _references[function] = found
     return found
@@ -391,3 +412,54 @@ def label(function: Any, args: tuple[Any, ...]) -> str:
     if isinstance(function, MethodType):
         return f"{type(function.__self__).__qualname__}:{function.__func__.__qualname__}"
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+# -- why something cannot be pickled: where it is, and what would help
+
+_EXPLAIN_S, _EXPLAIN_DEPTH = 0.25, 30
+_SYMBOLIC = "torch.fx.proxy"
+
+
+def _explain(error: Exception, value: Any, names: tuple[str, ...]) -> None:
+    """Add to the error's text which part of ``value`` it is about, as a path. ``names``: of the members of ``value``,
+    the tuple that makes up a call; none for a result. Takes a quarter of a second and the pickling of one part at most; a path
+    that is not complete then ends early."""
+    deadline = time.monotonic() + _EXPLAIN_S
+    path, culprit = "" if names else "result", value
+    for _ in range(_EXPLAIN_DEPTH):
+        if type(culprit).__module__ == _SYMBOLIC:  # any attribute of it is another one
+            _append(error, "; values of a symbolic trace have no data: put the call into a function that torch.fx.wrap names")
+            break
+        # An object that holds itself leads nowhere new: the depth is limited.
+        found = next((part for part in _members(culprit) if time.monotonic() < deadline and _fails(part[1])), None)
+        if found is None or time.monotonic() >= deadline:
+            break
+        step, culprit = found
+        path = path + step if path else names[int(step[1:-1])]
+    if culprit is not value:
+        _append(error, f" (in {path}, a {type(culprit).__name__})")
+    _hint(error)
+
+
+def _hint(error: Exception) -> None:
+    """Add what helps with functions that have no name another process could find."""
+    text = str(error)
+    if "<lambda>" in text or "<locals>" in text or "local object" in text:
+        _append(error, "; functions and classes defined on the spot travel with RpcBackendOptions(pickler='cloudpickle')")
+
+
+def _append(error: Exception, text: str) -> None:
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (error.args[0] + text,)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that an object holds, each with the Python expression that leads to it."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        yield from ((f".{name}", part) for name, part in vars(value).items())
+    elif hasattr(value, "__self__"):
+        yield ".__self__", value.__self__

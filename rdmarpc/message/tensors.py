@@ -2,9 +2,9 @@
 
 Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
 place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
-*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
-What travels is a *run* of bytes. Usually one tensor lies in it; other tensors of the message that share its memory
-(``sharing``) only refer to it. ``layout`` decides which part of a tensor's memory is its run.
+*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is). What
+travels is a *run* of bytes. Usually one tensor lies in it; other tensors of the message that share its memory only refer to it.
+``layout`` decides which part of a tensor's memory is its run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..transport import Block, Channel, Device, RdmaError, RemoteRegion, size_class
-from . import layout, sharing
+from . import layout
 from .layout import Description
 
 # The function behind ``ctypes.string_at``, without a Python function in between.
@@ -38,7 +38,8 @@ _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 _HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 WORD_BYTES = 8
-"""Of the word of a request that is ``recallable``."""
+"""Of the word of a recallable request: its sender may give it up, and write to what is lent, before the receiver has READ that.
+The word is not 0 then. The receiver looks at it when it has READ all else."""
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 
@@ -120,7 +121,7 @@ def describe_all(tensors: Sequence[torch.Tensor], device: Device) -> tuple[list[
     entries: list[Entry] = []
     sizes = []
     inline = 0
-    places = sharing.plan(tensors) if len(tensors) > 1 else None
+    places = layout.plan(tensors) if len(tensors) > 1 else None
     for index, tensor in enumerate(tensors):
         place = places.get(index) if places is not None else None
         known, gathered = layout.as_it_lies(tensor) if place is None else None, False
@@ -156,7 +157,7 @@ def _entry(way: int, text: bytes) -> bytes:
     return _ENTRY.pack(way, len(text)) + text
 
 
-def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
+def _describe(tensor: torch.Tensor, place: layout.Place | None) -> tuple[torch.Tensor, bytes, int]:
     """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
     if place is not None and place.run is not None:
         flips, strides = layout.physical(tensor)[1], tensor.stride()
@@ -178,7 +179,7 @@ def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
 
 
 Memory = Any
-"""The source of memory for messages (``calls/patience``): its ``empty(channel, nbytes, deadline)``."""
+"""The source of memory for messages (``calls/memory``): its ``empty(channel, nbytes, deadline)``."""
 
 
 Take = Callable[[tuple[int, ...]], tuple[int, list[RemoteRegion]] | None]
@@ -222,14 +223,8 @@ def pack(
     return Outgoing(b"".join(table), b"".join(data), len(entries), lent, sizes, grant, own)
 
 
-def recallable(out: Outgoing, word: torch.Tensor, device: Device, channel: Channel) -> Outgoing:
-    """A request whose sender may give it up, and write to what is lent, before the receiver has READ it: ``word`` is not 0
-    then. The receiver looks at it when it has READ all else."""
-    return out._replace(table=out.table + device.lend(word, channel).dump())
-
-
 def check_wanted(word: torch.Tensor) -> None:
-    """Raise ``RdmaError`` if the word of a ``recallable`` request, READ after its tensors, says that it was given up."""
+    """Raise ``RdmaError`` if the word of a recallable request, READ after its tensors, says that it was given up."""
     if word.count_nonzero():
         raise RdmaError(
             "its caller gave this call up before its arguments were read, and may have changed them: it does not run"
@@ -237,7 +232,7 @@ def check_wanted(word: torch.Tensor) -> None:
 
 
 def pack_handed(tensor: torch.Tensor, place: bytes) -> Outgoing:
-    """A contiguous tensor without conjugate or negative bit that was handed over (``handover.Handovers.give``)."""
+    """A contiguous tensor without conjugate or negative bit that was handed over (``memory.Handovers.give``)."""
     return Outgoing(_entry(HANDED, layout.outline(tensor).text) + place, b"", 1, [])
 
 
@@ -329,20 +324,15 @@ def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, tex
 
 
 def to_read(table: bytes, count: int) -> tuple[list[tuple[int, RemoteRegion]], RemoteRegion | None]:
-    """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is ``recallable``."""
+    """Bytes and place of each run of a message that is to be READ, and the place of its word, if it is recallable."""
     entries, end = _entries(table, count)
     found = [(text, table[at : at + RemoteRegion.WIRE_SIZE]) for way, text, at in entries if way == READ]
-    return [(layout.decode(text).nbytes, RemoteRegion.load(place)) for text, place in found], _word(table, end)
-
-
-def _word(table: bytes, at: int) -> RemoteRegion | None:
-    """The place behind the entries of a table, which end at ``at``."""
-    rest = table[at:]
-    if not rest:
-        return None
-    if len(rest) != RemoteRegion.WIRE_SIZE or (place := RemoteRegion.load(rest)).nbytes != WORD_BYTES:
+    runs = [(layout.decode(text).nbytes, RemoteRegion.load(place)) for text, place in found]
+    if not (rest := table[end:]):
+        return runs, None
+    if len(rest) != RemoteRegion.WIRE_SIZE or (word := RemoteRegion.load(rest)).nbytes != WORD_BYTES:
         raise RdmaError(f"{len(rest)} bytes behind the tensors of a message name no word")
-    return place
+    return runs, word
 
 
 def traffic(out: Outgoing) -> dict[str, int]:

@@ -22,7 +22,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ..base import elsewhere
+from ..base import here
 from . import autocast, observing
 from .geometry import Geometry, geometry
 from .operators import Operator, operator
@@ -202,7 +202,7 @@ class Capture(TorchDispatchMode):
         Capture._number += 1
         observing.capture = Capture._number
         observing.observers = (*observing.observers, self)
-        elsewhere.refusals.append(self.refuse)
+        here.refusals.append(self.refuse)
         for hook in (
             modules.register_module_forward_pre_hook(self._enters),
             optimizers.register_optimizer_step_pre_hook(self._steps),
@@ -216,7 +216,7 @@ class Capture(TorchDispatchMode):
         self._check_drawn(torch.default_generator, torch.get_rng_state())
         self._hooks.close()
         observing.observers = tuple(each for each in observing.observers if each is not self)
-        elsewhere.refusals.remove(self.refuse)
+        here.refusals.remove(self.refuse)
         observing.capture = 0
         for storage in observing.copied:
             storage.copies = None

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ..base import forked, here
-from ..base.worker_info import WorkerInfo
+from ..base import here
+from ..base.here import WorkerInfo
 from ..calls import agent as _agent
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
@@ -642,11 +642,11 @@ here.explained.append(_explain)
 
 def _forget() -> None:
     """In a forked child: the streams are the parent's."""
-    error = RuntimeError(forked.TEXT)
+    error = RuntimeError(here.FORKED)
     for stream in _streams.values():
         stream.lock = threading.RLock()
         stream.closed = error
     _streams.clear()
 
 
-forked.in_child(_forget)
+os.register_at_fork(after_in_child=_forget)

@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ..base import elsewhere
+from ..base import here
 from ..transport import NotSupported
 from . import autocast, observing, ring
 from .flags import precisions
@@ -232,7 +232,7 @@ class RemoteTensor(torch.Tensor):
         return False
 
 
-elsewhere.classes.append(RemoteTensor)
+here.remote_classes.append(RemoteTensor)
 torch.RemoteTensor = RemoteTensor  # type: ignore[attr-defined]  # where pickle looks for it then
 
 

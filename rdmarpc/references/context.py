@@ -62,14 +62,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from ..base import streams
 from ..links.frames import FLAT, NotTheirs, without_head
 from ..message import serialize
-from ..transport import nobody
 from .forks import Fork, Forks, Resume
-from .mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
+from .mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail, drained
 from .store import Job, RRefStore, created_on
 
 MAX_STRANGERS = 1024
@@ -83,8 +83,8 @@ class RRefContext:
     Workers are known by their numbers (``members.Record``), which are never used twice, even if a worker takes over the rank of
     another. ``names(worker)`` gives a name for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
     ``under_way(rref, worker)`` tells whether a call of ours to that worker that creates ``rref`` is unanswered;
-    ``knows(worker)`` tells whether a worker is, or was, in the group as far as is known here; ``transmit(worker, message)``
-    carries a message to ``receive`` there, and may be set later (``mail.transmit``).
+    ``knows(worker)`` tells whether a worker is, or was, in the group as far as is known here.
+    ``mail.transmit(worker, message)`` carries a message to ``receive`` there.
 
     A message of a peer about something that it has no right to raises ``NotTheirs``; the caller then ends the peer's link.
     """
@@ -97,13 +97,12 @@ class RRefContext:
         new_id: Callable[[], int],
         run: Callable[[Job], None],
         under_way: Callable[[int, int], bool],
-        knows: Callable[[int], bool] = lambda worker: True,
-        transmit: Callable[[int, bytes], None] = nobody,
+        knows: Callable[[int], bool],
     ) -> None:
         self._me, self._new_id, self._run, self._under_way, self._knows = me, new_id, run, under_way, knows
         self.names = names
         self._jobs: deque[Job] = deque()
-        self.mail = Mail(transmit)
+        self.mail = Mail()
         self.store = RRefStore(me, self.mail.put, self._jobs)
         self.forks = Forks(me, names, new_id, self.store, self.mail.put, self._jobs)
         self.garbage = self.forks.garbage
@@ -236,11 +235,7 @@ class RRefContext:
 
     def collect(self) -> None:
         """Tell the owners of the forks that died here. Called from time to time."""
-        for _ in range(len(self.garbage)):
-            try:
-                owner, rref, fork, creation = self.garbage.popleft()
-            except IndexError:
-                break  # another thread collects, too
+        for owner, rref, fork, creation in islice(drained(self.garbage), len(self.garbage)):
             if creation is not None and creation.refused:
                 continue  # the owner never knew it
             if owner == self._me:
@@ -262,11 +257,8 @@ class RRefContext:
 
     def _act(self) -> None:
         """Without any lock: what follows from what was entered."""
-        while self._jobs:
-            try:
-                self._run(self._jobs.popleft())
-            except IndexError:
-                break
+        for job in drained(self._jobs):
+            self._run(job)
         if self.store.dead and not self._burying:
             self._burying = True
             self._run(self._bury)
@@ -275,11 +267,7 @@ class RRefContext:
     def _bury(self) -> None:
         """Values die here: their finalizers are users' code."""
         self._burying = False  # before we look: what dies from now on has a job of its own
-        while self.store.dead:
-            try:
-                owned = self.store.dead.popleft()
-            except IndexError:
-                return
+        for owned in drained(self.store.dead):
             if streams.current is not None:
                 streams.current.retire(owned)
             del owned

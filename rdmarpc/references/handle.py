@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -10,27 +11,39 @@ import torch
 
 from ..base import here
 from ..base.futures import Awaitable, fail, mapped
-from ..base.worker_info import WorkerInfo
+from ..base.here import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
-from ..gradients import error as grad_error
 from ..gradients import waves
+from ..gradients.behind import Fetched
 from ..gradients.context import current as current_context
-from ..gradients.implicit import Fetched
 from ..gradients.waves import check_types, referenced_scalar, scalars
 from ..internal import taken_apart
 from ..links.frames import CONTROL
-from ..message import serialize
+from ..message import errors, permits, serialize
 from ..message.incoming import landed_reference
 from ..transport import PeerLost, TransferTimeout, bare, fresh
 from .forks import Created, Fork
-from .proxy import Proxy, call_of
 from .store import id_text
 
 T = TypeVar("T")
-_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 _HINT = "type_hint should only be specified when the RRef being created contains a ScriptModule."
 _NO_HINT = "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint."
 _EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+
+
+class _Proxy:
+    """``rref.rpc_sync()``: each attribute is a method of the value. Kept and used as often as one likes, from any thread."""
+
+    def __init__(self, form: Callable[[str, Any, Any], Any]) -> None:
+        """``form(name, args, kwargs)`` calls the method of that name."""
+        self._form = form
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(_invoke, self._form, name)
+
+
+def _invoke(form: Callable[[str, Any, Any], Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return form(name, args, kwargs)
 
 
 class RRef(Generic[T]):
@@ -47,7 +60,7 @@ class RRef(Generic[T]):
     _type: type | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        agent = here.current(_NO_AGENT)
+        agent = here.current(here.NO_AGENT)
         if isinstance(value, torch.jit.ScriptModule) == (type_hint is None):
             raise RuntimeError(_NO_HINT if type_hint is None else _HINT)
         if agent.garbage:
@@ -121,24 +134,24 @@ class RRef(Generic[T]):
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """A proxy: ``rref.rpc_sync().method(...)`` calls the value's method on the owner and returns its result. ``timeout`` in
         seconds limits the call, and the first time also the request for the value's type."""
-        return Proxy(partial(self._call, timeout))
+        return _Proxy(partial(self._call, timeout))
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
         """As ``rpc_sync``, but calls return a future at once, which raises all errors."""
-        return Proxy(partial(self._call_async, timeout))
+        return _Proxy(partial(self._call_async, timeout))
 
     def remote(self, timeout: float = -1.0) -> Any:
         """As ``rpc_sync``; calls return an ``RRef`` to the result."""
-        return Proxy(partial(self._create, timeout))
+        return _Proxy(partial(self._create, timeout))
 
     def _call(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         check(self, "call rpc_sync() on it")
-        function = call_of(self._get_type(timeout), name)
+        function = _call_of(self._get_type(timeout), name)
         return self._agent.call(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout)
 
     def _create(self, timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
         check(self, "call remote() on it")
-        function = call_of(self._get_type(timeout), name)
+        function = _call_of(self._get_type(timeout), name)
         return over(
             self._agent, self._agent.create(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout)
         )
@@ -152,7 +165,7 @@ class RRef(Generic[T]):
         def issue(found: torch.futures.Future[type]) -> None:
             before, current_context.context = current_context.context, context
             try:
-                function = call_of(found.value(), name)
+                function = _call_of(found.value(), name)
                 with torch.set_grad_enabled(recorded):
                     call = taken_apart(function, (self, name, args, kwargs), None)
                     future = self._agent.call_async(self.owner(), *call, timeout)
@@ -186,7 +199,7 @@ class RRef(Generic[T]):
             args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
             packed = ask(self, _backward, args, flags=CONTROL).result()
             if packed:
-                raise grad_error.load(packed)
+                raise errors.load_located(packed)
             return
         value = referenced_scalar(self.local_value())
         if dist_autograd_ctx_id == -1:
@@ -255,6 +268,15 @@ class RRef(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+
+def _call_of(kind: type, name: str) -> Callable[..., Any]:
+    """The function that the owner has to run for the method ``name`` of ``kind``, looked up here, so that a missing one
+    is an ``AttributeError`` of the caller's, and that ``async_execution`` is seen. Methods of TorchScript are of the object,
+    and not asynchronous: the owner looks them up."""
+    if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):
+        return _run
+    return _run_async if hasattr(getattr(kind, name), "_wrapped_async_rpc_function") else _run
 
 
 # For other parts of this package: they are no part of what users may do with a handle.
@@ -340,6 +362,20 @@ serialize.register_reducer(RRef, _reduce)
 # What other workers call here.
 
 
+def _run(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
+    return permits.method(rref.local_value(), name)(*args, **kwargs)
+
+
+@async_execution
+def _run_async(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
+    return permits.method(rref.local_value(), name)(*args, **kwargs)
+
+
+# Each method has landing places of its own.
+_run._names_callee = _run_async._names_callee = 1  # type: ignore[attr-defined]
+_run._method_of = _run_async._method_of = "rref"  # type: ignore[attr-defined]
+
+
 def _fetch(rref: int) -> Any:
     return here.current().rrefs.found(rref)
 
@@ -368,7 +404,7 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
             waves.backward(agent, context, [root], retain_graph)
             packed = None
         except Exception as error:
-            packed = grad_error.dump(error)
+            packed = errors.dump_located(error)
         done.set_result(packed)
 
     def begin(_: torch.futures.Future[Any]) -> None:

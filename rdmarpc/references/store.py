@@ -52,6 +52,12 @@ def _mark() -> Mark | None:
     return None if streams.current is None else streams.current.mark()
 
 
+def _add(counts: dict[int, int], worker: int, more: int) -> None:
+    counts[worker] = counts.get(worker, 0) + more
+    if not counts[worker]:
+        del counts[worker]
+
+
 def _without(forks: Mapping[int, int], fork: int) -> Mapping[int, int]:
     return {number: holder for number, holder in forks.items() if number != fork} or _NONE
 
@@ -118,13 +124,9 @@ class Unsettled:
 
     def count(self, holder: int, more: int) -> None:
         """Change the count of a holder. Raises ``NotTheirs`` if it gets larger than that of an honest worker can be."""
-        count = self._counts.get(holder, 0) + more
-        if more > 0 and count > MAX_OPEN and holder != self._me:
+        if more > 0 and self._counts.get(holder, 0) >= MAX_OPEN and holder != self._me:
             raise NotTheirs(f"it deletes, or asks for, {MAX_OPEN} references that nobody gave it")
-        if count:
-            self._counts[holder] = count
-        else:
-            self._counts.pop(holder, None)
+        _add(self._counts, holder, more)
 
     def note(self, table: set[tuple[int, int]], fork: int, holder: int) -> None:
         """Enter a fork into ``early`` or ``refused``. As ``count``."""
@@ -201,12 +203,12 @@ class RRefStore:
         if future is not None:
             future.set_result(value)
 
-    def fail(self, rref: int, error: BaseException) -> None:
+    def fail(self, rref: int, error: Exception) -> None:
         with self._lock:
             owned = self._settle(rref)
             future = None if owned is None else owned.future
         if future is not None:
-            fail(future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+            fail(future, error)
 
     def _settle(self, rref: int) -> Owned | None:
         """With the lock held: the entry that a creating call completes; ``None`` if there are no references to it, or only some
@@ -292,17 +294,10 @@ class RRefStore:
         """Note that it is known from now on whether the value will ever exist."""
         if not owned.known:
             owned.known = True
-            self._await(created_on(rref), -1)
+            _add(self._awaited, created_on(rref), -1)
 
     def _crowded(self, rref: int) -> bool:
         return self._awaited.get(created_on(rref), 0) >= MAX_OPEN and created_on(rref) != self._me
-
-    def _await(self, creator: int, more: int) -> None:
-        count = self._awaited.get(creator, 0) + more
-        if count:
-            self._awaited[creator] = count
-        else:
-            self._awaited.pop(creator, None)
 
     def _value(self, rref: int) -> Owned:
         """The entry of a value. If there is none it is made, and the creator is asked whether the value will come. Raises
@@ -312,7 +307,7 @@ class RRefStore:
             if self._crowded(rref):
                 raise RdmaError(f"{MAX_OPEN} values are awaited that worker number {created_on(rref)} is still to create")
             owned = self._values[rref] = Owned()
-            self._await(created_on(rref), 1)
+            _add(self._awaited, created_on(rref), 1)
             if created_on(rref) in self._lost:
                 self._jobs.append(partial(self.gone, rref))
             else:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..calls.errors import ordinary
+from ..message.errors import ordinary
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by, fresh, kept
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .kept import ASKED, Kept

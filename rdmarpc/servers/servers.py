@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls import errors
 from ..calls.agent import Agent
+from ..message import errors
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import memory, serving
 from .bundle import GRADIENT, WEIGHT, Bundle, Edge, gradient_note

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ..calls import agent as _agent
-from ..calls import errors
 from ..calls.agent import Agent
+from ..message import errors
 from ..transport import RdmaError, fresh
 from . import kept
 from .bundle import Bundle
@@ -127,7 +127,7 @@ def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
 
 
 def why(model: str) -> bytes:
-    """Called at a server: the error that ended it, as ``calls/errors`` has it; empty if there is none."""
+    """Called at a server: the error that ended it, as ``message/errors`` has it; empty if there is none."""
     error = _find(model).error
     return b"" if error is None else errors.dump(error, _agent.current().me)
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-from ..base import forked, here
+from ..base import here
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..calls.callee import SERVE
@@ -179,7 +179,7 @@ def _in_child() -> None:
         signal.set_wakeup_fd(-1)
 
 
-forked.in_child(_in_child)
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _print_on(pipe: int, number: int) -> None:

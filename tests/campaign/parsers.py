@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rdmarpc.base.worker_info import WorkerInfo
-from rdmarpc.calls import errors
+from rdmarpc.base.here import WorkerInfo
 from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
-from rdmarpc.message import layout, serialize, tensors
+from rdmarpc.message import errors, layout, serialize, tensors
 from rdmarpc.message.tensors import Places
 from rdmarpc.places.plain import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
@@ -212,7 +211,7 @@ def parsers() -> list[Parser]:
         _link(),
         Parser("RemoteRegion.load", [region], RemoteRegion.load, (RemoteAccessError,)),
         Parser("places", [region, region * 3], lambda data: Places()[data], (RemoteAccessError,)),
-        Parser("Mail.open", [mail], lambda data: list(Mail(lambda *_: None).open(1, data)), (struct.error,)),
+        Parser("Mail.open", [mail], lambda data: list(Mail().open(1, data)), (struct.error,)),
         Parser("layout.decode", _layouts(), _rebuild, anything),
         Parser("tensors.unpack", messages, _unpack, anything),
         Parser("serialize.loads", dumped, lambda data: serialize.loads(data, [torch.ones(3)], [], []), anything),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rdmarpc.calls.patience import DEFAULT_S
+from rdmarpc.calls.memory import DEFAULT_S
 
 from . import verdict
 from .board import DONE, LEAVING, STARTING, STOP, WORKING, Board

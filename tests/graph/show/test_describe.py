@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdmarpc import cli, transfers
+from rdmarpc import __main__ as cli
+from rdmarpc import transfers
 from rdmarpc.graph.fragments.flow import PARAMETER
 from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, Event, Move, Operand, Operation, Recorded
 from rdmarpc.graph.show import drawing

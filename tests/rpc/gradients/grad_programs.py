@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import rdmarpc as rpc
-from rdmarpc.gradients.record import RECEIVED
+from rdmarpc.gradients.graph import RECEIVED
 
 DEVICE = "cpu"
 """Where leaves are made, in this process."""

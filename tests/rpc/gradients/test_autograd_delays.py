@@ -43,7 +43,7 @@ class Late:
         self.waiting, self.changed = [], threading.Condition()
         me = agent.current()
         self.accept, self.answer, self.end = me.callee.accept, me.caller.answer, me.contexts.end
-        takes = me.reading.handlers
+        takes = me.links.handlers
         takes[REQUEST] = takes[GRADIENTS] = lambda link, frame: self.later(self.accept, link, frame)
         takes[RESPONSE] = takes[ERROR] = lambda link, frame: self.later(self.answer, link, frame)
         me.contexts.end = lambda *args: self.later(self.end, *args)

@@ -307,7 +307,7 @@ def test_a_dead_record_blocks_nobody(device):
 
 
 def dies_while_joining(meeting):
-    from rdmarpc.links.group.registry import Registry
+    from rdmarpc.links.group.group import Registry
 
     if meeting.rank == 1:
         swap = Registry._swap

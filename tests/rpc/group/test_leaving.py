@@ -18,7 +18,8 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent, termination
-from rdmarpc.links.group import group, rendezvous
+from rdmarpc.links.group import group
+from rdmarpc.links.group import meeting as groups
 
 
 def by_way_of_another(seconds):
@@ -91,7 +92,7 @@ def dies_when_all_is_done(victim, rank):
     """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do."""
     group._LEAVE_TIMEOUT_S = 3600.0
     if rank == victim:
-        rendezvous.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     rpc.shutdown()
 
 

@@ -18,7 +18,7 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links.group.rendezvous import Rendezvous
+from rdmarpc.links.group.meeting import Rendezvous
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
 
@@ -154,7 +154,7 @@ def test_who_waits_to_leave_writes_nothing(tmp_path):
 
 def begins_again_before_the_store_ends(meeting):
     meeting.join(world_size=2)
-    store = agent.current().group._store
+    store = agent.current().group._way._whole
     rpc.shutdown()
     if meeting.rank == 0:
         key = ["rdmarpc/1/claim/1"]

@@ -13,9 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from rdmarpc import RpcBackendOptions
-from rdmarpc.links.group import job_secret, meeting
-from rdmarpc.links.group.meeting import Again, Meeting
-from rdmarpc.links.group.rendezvous import Rendezvous
+from rdmarpc.links.group import meeting, members
+from rdmarpc.links.group.meeting import Again, Meeting, Rendezvous
 from rdmarpc.transport import TransferTimeout
 
 _pids = itertools.count(1 << 23)  # above every number that a process can have
@@ -26,9 +25,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torchrun; and every worker here counts as a process of its own, which does not run."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(meeting, "_FIRST_LOOK_S", 0.001)
-    claim = job_secret.claim
+    claim = members.claim
 
-    def someones(*given: object) -> tuple[job_secret.Claim, bytes]:
+    def someones(*given: object) -> tuple[members.Claim, bytes]:
         mine, secret = claim(*given)  # type: ignore[arg-type]
         return replace(mine, pid=next(_pids)), secret
 

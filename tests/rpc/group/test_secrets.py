@@ -19,7 +19,7 @@ from ports import free_port
 
 import rdmarpc as rpc
 from rdmarpc.links.connecting import _HELLO, _HELLO_MAGIC
-from rdmarpc.links.group import job_secret
+from rdmarpc.links.group import members
 from rdmarpc.transport import RdmaError, open_device
 
 NOBODY = 65534
@@ -98,7 +98,7 @@ def stored(meeting):
     found = Path(meeting._place).read_bytes()
     meeting.step("read", 2)
     rpc.shutdown()
-    secret, _ = job_secret.user_secret()
+    secret, _ = members.user_secret()
     return secret in found, bool(re.search(rb"rdmarpc/0/\w+/secret", found))
 
 
@@ -109,7 +109,7 @@ def test_nothing_of_a_secret_is_in_the_store():
 def elsewhere(meeting):
     """Worker 1 is on another host."""
     if meeting.rank == 1:
-        job_secret.host_id = lambda: "another host"
+        members.host_id = lambda: "another host"
     meeting.join(world_size=2)
     return calls(meeting.rank)
 

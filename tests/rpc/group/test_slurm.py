@@ -8,7 +8,7 @@ import pytest
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc.links.group import slurm
+from rdmarpc.links.group import meeting as groups
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from rdmarpc.links.group import slurm
     ],
 )
 def test_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert slurm.first_host(nodes) == first
+    assert groups._first_host(nodes) == first
 
 
 def step(rank: int, **changes: str) -> dict[str, str]:
@@ -36,11 +36,11 @@ def test_where_a_step_meets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     with pytest.raises(RuntimeError, match="not started by srun"):
-        slurm.this_task()
+        groups.slurm_task("slurm://")
     for name, value in step(1, STEP_NODELIST="n[3-9]", STEP_NUM_TASKS="7").items():
         monkeypatch.setenv(name, value)
-    assert slurm.this_task() == (1, 7, f"tcp://n3:{20000 + (97 * 71 + 2) % 12000}")
-    assert slurm.this_task("slurm://:29517") == (1, 7, "tcp://n3:29517")
+    assert groups.slurm_task("slurm://") == (1, 7, f"tcp://n3:{20000 + (97 * 71 + 2) % 12000}")
+    assert groups.slurm_task("slurm://:29517") == (1, 7, "tcp://n3:29517")
 
 
 def meet(meeting) -> tuple[int, int]:

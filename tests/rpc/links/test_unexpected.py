@@ -35,7 +35,7 @@ def cannot_handle(rank):
                 raise MemoryError("nobody expected this")
             accept(link, frame)
 
-        here.reading.handlers[REQUEST] = fails
+        here.links.handlers[REQUEST] = fails
         rpc.rpc_sync("worker1", identity, (1,))
         rpc.rpc_sync("worker2", identity, (1,))
         dismiss("worker1")

@@ -19,7 +19,7 @@ from tensor_kinds import Box, Tagged, check_same, dense, distance, gathered, oth
 from test_landing import counted, counters, steady, takes
 
 import rdmarpc as rpc
-from rdmarpc.message import serialize, sharing
+from rdmarpc.message import layout, serialize
 
 DEVICES = ["shm", "tcp"]
 
@@ -208,7 +208,7 @@ def test_a_small_slice_sends_no_megabytes_and_shared_memory_is_sent_once():
 
 
 def test_the_common_message_is_not_looked_at_twice():
-    assert sharing.plan([torch.ones(2), torch.ones(3)]) is None
+    assert layout.plan([torch.ones(2), torch.ones(3)]) is None
 
 
 @given(structures())

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links import reads
+from rdmarpc.links import messages
 from rdmarpc.tools import events as trace_events
 
 arrived, may_go = threading.Event(), threading.Event()
@@ -217,13 +217,13 @@ def many_calls(rank):
 def held_while_served(rank):
     """A request whose arguments have to be READ is held; here it has been served before the thread that held it goes on."""
     if rank == 1:
-        hold = reads.hold
+        hold = messages.hold
 
         def slowly(*args):
             hold(*args)
             time.sleep(0.05)
 
-        reads.hold = slowly
+        messages.hold = slowly
     if rank == 0:
         for at in range(5):
             assert rpc.rpc_sync("worker1", double, (torch.full((1000 * (at + 30),), 1.0),))[0] == 2

@@ -42,10 +42,11 @@ class Worker:
             rank,
             names=lambda rank: f"worker{rank}",
             new_id=self.new_id,
-            transmit=lambda to, message: world.transmit(rank, to, message),
             run=lambda job: job(),
             under_way=lambda rref, worker: rref in self.unanswered and world.owners[rref] == worker,
+            knows=lambda worker: True,
         )
+        self.context.mail.transmit = lambda to, message: world.transmit(rank, to, message)
 
     def new_id(self):
         self.drawn += 1

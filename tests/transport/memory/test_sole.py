@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rdmarpc.calls import handover
+from rdmarpc.calls import memory
 from rdmarpc.gradients.context import Context
 from rdmarpc.transport import open_device
 from rdmarpc.transport.memory import sole
@@ -60,15 +60,15 @@ def test_what_somebody_else_sees_is_not_handed_over(way: str) -> None:
     device, counted = open_device("shm"), "all the same" not in way
     try:
         held = device.pool().run(12)
-        alone = handover.sole_block(held, device.arena)
+        alone = memory.sole_block(held, device.arena)
         assert (alone is not None) == counted
         for look in (lambda: [held], lambda: held.view(12), held.untyped_storage):
             other = look()
-            shared = handover.sole_block(held, device.arena)
+            shared = memory.sole_block(held, device.arena)
             assert shared is None
             del other
         del look
-        again = handover.sole_block(held, device.arena)
+        again = memory.sole_block(held, device.arena)
         assert (again is not None) == counted
     finally:
         device.close()

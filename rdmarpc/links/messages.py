@@ -1,4 +1,5 @@
-"""Messages of which something is not here yet, and requests whose sender does not take the answers that it has.
+"""Messages of both sides of calling, however large they are: sending them, taking those of which something is not here yet, and
+holding requests whose sender does not take the answers that it has.
 
 A body too large for a frame, and large tensors without a landing place, stay in the sender's memory and are READ. Where that
 takes a thread of the sender's (``Channel.reads_take_peer``), which may hold the GIL for long, no thread of ours waits for it:
@@ -20,15 +21,62 @@ from typing import Any
 
 import torch
 
-from ..message.tensors import WORD_BYTES, Memory, check_wanted, to_read
-from ..transport import RdmaError, RemoteRegion, TransferTimeout, Work, bare, fresh
-from .frames import BULK, READS, Frame, Parts
-from .ring import Link
+from ..message.tensors import WORD_BYTES, Memory, Outgoing, check_wanted, to_read
+from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, Work, bare, fresh
+from .frames import BULK, READS, Frame, alone
+from .ring import MAX_BODY, Link
 
 AWAY = BULK | READS
 """Flags of messages of which not everything came with the frame."""
 _LENGTHS = struct.Struct("<QQQQQ")
 """Bytes of function, payload, table and data, and the number of tensors: a frame's own count has 16 bits."""
+
+
+class Post:
+    """Sends the messages of one worker. Thread-safe. ``memory``: the source of memory for bodies that are too large for a
+    frame."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.observer: Any = None
+        """Told of every call, on both sides (``tools/recorded``), while a timeline is recorded."""
+
+    def send(
+        self,
+        link: Link,
+        kind: int,
+        call: int,
+        flags: int,
+        out: Outgoing,
+        function: bytes,
+        payload: bytes,
+        keeper: Any,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a frame; it is queued where the peer's ring is full (``Link.post``, also for ``dropped``). A body too large for
+        a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keeper`` (the call, or ``Kept``) keeps it
+        alive, and says until when memory may be waited for."""
+        if self.observer is not None:
+            self.observer.packed(kind, flags, out, len(payload))
+        parts, tensors = (function, payload, out.table, out.data), out.tensors
+        if sum(map(len, parts)) > MAX_BODY:
+            deadline = None if keeper is None else keeper.deadline
+            bulk = self.memory.empty(link.channel, sum(map(len, parts)), deadline)
+            memoryview(bulk.numpy())[:] = b"".join(parts)
+            place = _LENGTHS.pack(*map(len, parts), tensors) + link.channel.device.lend(bulk, link.channel).dump()
+            parts, tensors, flags = alone(place), 0, flags | BULK
+            if keeper is not None:
+                keeper.hold(bulk)
+        if not link.try_send(kind, call, flags, tensors, parts):
+            link.post(kind, call, flags, tensors, parts, dropped)
+
+
+def tell(link: Link, kind: int, call: int, payload: bytes = b"") -> None:
+    """A frame that means nothing to a peer that is lost."""
+    try:
+        link.post(kind, call, 0, parts=alone(payload))
+    except PeerLost:
+        pass
 
 
 class Kept:
@@ -50,15 +98,6 @@ class Kept:
     def end(self) -> None:
         """Count the memory no longer, because it was READ."""
         self._lend(-self.nbytes)
-
-
-def leave(parts: Parts, tensors: int, memory: Memory, link: Link, deadline: float | None) -> tuple[bytes, torch.Tensor]:
-    """The payload to send instead of these parts, and the memory to keep until they have been read."""
-    body = b"".join(parts)
-    bulk = memory.empty(link.channel, len(body), deadline)
-    memoryview(bulk.numpy())[:] = body
-    lengths = _LENGTHS.pack(*[len(part) for part in parts], tensors)
-    return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
 
 
 _WITHOUT_WAITING = SimpleNamespace(empty=lambda channel, nbytes, deadline: channel.pool.run(nbytes))

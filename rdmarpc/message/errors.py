@@ -1,0 +1,210 @@
+"""How an exception crosses: with its type, its text and the remote traceback.
+
+Of a function (``dump``, ``rebuild``) a text goes out (the callee logs the error too: ``tell``) and, each pickled by itself so
+that one that cannot be read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
+
+1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
+2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;
+3. the type, made with the remote text;
+4. where even that fails: ``RuntimeError`` with both. So arrive types that ``allow`` does not have, which are not looked for.
+
+Of a backward pass (``located``, ``dump_located``, ``load_located``) the worker that began it gets a ``BackwardError`` that is
+of the original type too. Its text begins as in ``torch.distributed.autograd``: one ``Error on Node <worker id>: `` for each
+worker that it passed, then the original text; what follows is the traceback of the worker where it happened.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from contextlib import suppress
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..base.here import WorkerInfo
+from ..transport import Guard, for_others
+from . import permits
+
+_PICKLER_HINT = (
+    "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
+)
+_OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
+
+
+class ScriptError(torch.jit.Error, RuntimeError):
+    """What a TorchScript function raised at the callee. Programs written for torch's RPC catch ``RuntimeError``."""
+
+
+def dump(error: BaseException, me: WorkerInfo) -> bytes:
+    """The payload of an ``ERROR``. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and
+    ``KeyboardInterrupt`` of a function become ``RuntimeError`` for the caller, which they must not end."""
+    error = for_others(error, me.name)
+    name = type(error).__name__
+    try:
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as reason:
+        summary, trace = _unreadable(error, "text cannot be made", reason), ""
+    if not isinstance(error, Exception):
+        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5)
+    text = f"On {me}:\n{summary}\n{trace}"
+    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5)
+
+
+def readable(error: BaseException) -> BaseException:
+    """The error; in place of one whose own attributes raise when they are read, a ``RuntimeError`` that says so."""
+    try:
+        error.args, error.__dict__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018
+        return error
+    except BaseException as reason:
+        return RuntimeError(_unreadable(error, "attributes cannot be read", reason))
+
+
+def _unreadable(error: BaseException, what: str, reason: BaseException) -> str:
+    return f"{type(error).__name__} (its {what}: {type(reason).__name__})"
+
+
+def rebuild(payload: bytes) -> Exception:
+    """The exception to raise at the caller."""
+    name, text, kind, whole = permits.loads(payload)
+    with suppress(BaseException):
+        if whole and isinstance(error := permits.loads(whole), Exception):
+            error.__cause__ = RuntimeError(text)
+            return error
+    with suppress(BaseException):
+        made = permits.loads(kind)
+        error = (ScriptError if made is torch.jit.Error else made)(text)
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(f"An exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
+
+
+def unknown_name(error: Exception) -> RuntimeError:
+    """The error for a function, or a class, that unpickling did not find in this process."""
+    return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}")
+
+
+def ordinary(error: BaseException) -> Exception:
+    """The exception to send, or to keep, for an error. Those that would end an interpreter become ``RuntimeError``."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def unsendable(error: BaseException) -> BaseException:
+    """The error for a result that cannot be pickled. It is always a ``RuntimeError``, as the function itself has not failed."""
+    if isinstance(error, RuntimeError):
+        return error
+    made = RuntimeError(f"the result of the function cannot be sent: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
+
+
+def _is_text(error: Exception) -> bool:
+    """Whether an exception is nothing but its type and one text, and shows that text as it is."""
+    args = error.args
+    return len(args) == 1 and type(args[0]) is str and not error.__dict__ and type(error).__str__ is BaseException.__str__
+
+
+def _dump(value: object) -> bytes:
+    with suppress(BaseException):
+        return pickle.dumps(value, 5)
+    return b""
+
+
+def tell(guard: Guard, error: BaseException) -> None:
+    """Log a function that failed, at the worker that ran it: a kind of failure is a type of exception and the function that was
+    called, the outermost frame that is not ours."""
+    guard.note(error, f"a function that another worker called, {_where(error.__traceback__)},")
+
+
+def _where(trace: TracebackType | None) -> str:
+    """The function that a request called, as far as it is written in Python: name and file. Else where it was called."""
+    name = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        name = f"{code.co_name} ({os.path.basename(code.co_filename)})"
+        if not code.co_filename.startswith(_OURS):
+            return name
+        trace = trace.tb_next
+    return name
+
+
+class BackwardError(RuntimeError):
+    """A backward pass failed: a node, a hook, or a worker that was lost. Also an instance of the original exception's type
+    where the two can be one."""
+
+    _original: type = RuntimeError
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@cache
+def _kind(original: type) -> Any:
+    if issubclass(original, BackwardError):
+        return original
+    named = {"__module__": original.__module__, "_original": original}
+    try:
+        return type(original.__name__, (BackwardError, original), named)
+    except Exception:  # the two are laid out differently, or the original wants no heirs
+        return BackwardError
+
+
+def _new(kind: Any, original: type, text: str) -> Any:
+    """An error that no constructor has seen. Types that are laid out otherwise than ``RuntimeError`` (``OSError``) can be made
+    by a ``__new__`` of their own only."""
+    for base in (kind, *original.__mro__):
+        with suppress(Exception):
+            return base.__new__(kind, text)
+    return BackwardError.__new__(BackwardError, text)
+
+
+def _made(original: type, text: str, state: dict[str, Any]) -> Exception:
+    """The error to raise."""
+    kind = _kind(original)
+    error = _new(kind, original, text)
+    error.args = (text,)
+    error.__dict__.update(state)
+    return error
+
+
+def located(error: BaseException, worker_id: int, name: str) -> Exception:
+    """The ``BackwardError`` for an error that was raised at a worker, or came to it from another. It holds no frames."""
+    prefix = f"Error on Node {worker_id}: "
+    if isinstance(error, BackwardError):
+        return _made(error._original, prefix + str(error), error.__dict__)
+    try:
+        text = str(error)
+    except BaseException as reason:
+        text = _unreadable(error, "text cannot be made", reason)
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    kind = type(error) if isinstance(error, Exception) else RuntimeError
+    return _made(kind, f"{prefix}{text}\n\nOn worker {name}:\n{trace}", error.__dict__)
+
+
+def dump_located(error: Exception) -> bytes:
+    """Pickle an error made by ``located``. Its attributes, and then its type, are left out if they cannot be pickled."""
+    kind, state = getattr(error, "_original", RuntimeError), error.__dict__
+    for attempt in ((kind, state), (kind, {})):
+        try:
+            packed = pickle.dumps(attempt, 5)
+            pickle.loads(packed)
+            return pickle.dumps((str(error), packed), 5)
+        except Exception:
+            continue
+    return pickle.dumps((str(error), pickle.dumps((RuntimeError, {}), 5)), 5)
+
+
+def load_located(packed: bytes) -> Exception:
+    text, inner = permits.loads(packed)
+    try:
+        kind, state = permits.loads(inner)
+    except Exception:  # a type that is not known, or not allowed, here
+        return BackwardError(text)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return BackwardError(text)
+    return _made(kind, text, state)
