@@ -8,9 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from relative import phases, relative
 
-from rdmarpc.graph.fragments.cut import steps, varying
-from rdmarpc.graph.fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, UPDATE, Flow
-from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
+from rdmarpc.graph.fragments import (
+    ACTIVATION,
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    PARAMETER,
+    STEP,
+    UPDATE,
+    Event,
+    Flow,
+    Move,
+    Operand,
+    Operation,
+    Recorded,
+    steps,
+    varying,
+)
 
 PLACES = ("here", "w1", "w2")
 

@@ -19,7 +19,7 @@ from torch.optim import optimizer as optimizers
 
 import rdmarpc as rpc
 from rdmarpc import timeline, transfers
-from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Move, Operation
+from rdmarpc.graph.fragments import BACKWARD, FORWARD, STEP, Move, Operation
 from rdmarpc.places import device, observing, recording, streams, wrap
 
 
