@@ -76,7 +76,7 @@ _CALLED = {
     "rdmarpc.nn": ("_made", "_make", "_parameters", "_remote_forward", "_remote_forward_on", "_train"),
     "rdmarpc.references.handle": ("_accumulate", "_backward", "_fetch", "_type_of"),
     "rdmarpc.references.proxy": ("_run", "_run_async"),
-    "rdmarpc.servers.serving": ("ask", "enter", "leave", "why"),
+    "rdmarpc.servers.server": ("ask", "enter", "leave", "why"),
     "rdmarpc.calls.termination": ("_report",),
     "rdmarpc.timeline": ("_hand_over", "_written"),
 }

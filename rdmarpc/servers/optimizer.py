@@ -18,8 +18,7 @@ from torch import nn
 
 from ..transport import NotSupported
 from .bundle import ABSENT, NUMBERS, PRESENT
-from .servers import Servers
-from .trainer import Half
+from .servers import Half, Servers
 from .updates import (
     PER_PARAMETER,
     Elsewhere,

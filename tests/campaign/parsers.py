@@ -17,7 +17,7 @@ from rdmarpc.message import layout, serialize, tensors
 from rdmarpc.message.tensors import Places
 from rdmarpc.places.plain import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
-from rdmarpc.servers.layout import Header
+from rdmarpc.servers.bundle import Header
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
 from rdmarpc.transport.verbs import control
 

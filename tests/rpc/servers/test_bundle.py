@@ -25,13 +25,13 @@ from rdmarpc.servers.bundle import (
     BundleInlet,
     BundleOutlet,
     Edge,
+    Header,
     Room,
     gradient_note,
 )
-from rdmarpc.servers.layout import Header
 from rdmarpc.servers.server import Server
+from rdmarpc.servers.servers import Trainer
 from rdmarpc.servers.station import Station
-from rdmarpc.servers.trainer import Trainer
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]
