@@ -20,12 +20,12 @@ from ..base.elsewhere import lies_elsewhere, refuse
 from ..options import RpcBackendOptions
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
 from . import calls
+from .calls import sum_of
 from .engine import Engine
 from .meeting import Ranks, named
 from .pairs import Pairs
 from .queue import Queue, Work, failure, nothing
 from .staging import Ends, Staging, check, check_apart, check_own, plain, split, unwrapped, writing
-from .sums import sum_of
 from .table import Made, Tensors, collective, written
 
 OF_GROUP = "the timeout of a process group"

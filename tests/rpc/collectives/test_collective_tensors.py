@@ -14,7 +14,7 @@ from group import Meeting, results, run_group
 from test_collective_failures import join
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rdmarpc.collectives.sums import sum_of
+from rdmarpc.collectives.calls import sum_of
 from rdmarpc.transport.exchange.pieces import FOLD_BYTES, folder
 
 COUNT = 400_000
