@@ -63,7 +63,7 @@ _VALUES = {
     ),
     "rdmarpc.references.handle": ("_receive",),
     "rdmarpc.nn": ("_receive",),
-    "rdmarpc.places.carried": ("lying",),
+    "rdmarpc.places.replaced": ("lying",),
 }
 _PLAIN = {"torch": ("Size", "device"), "builtins": ("complex",)}
 _KINDS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)

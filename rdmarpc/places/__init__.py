@@ -1,7 +1,6 @@
 """Tensors that lie at workers: a command stream to each, and PyTorch above it."""
 
-from . import carried as _carried  # noqa: F401  (tensors as arguments of calls)
-from . import replaced as _replaced  # noqa: F401  (names of torch)
+from . import replaced as _replaced  # noqa: F401  (names of torch; tensors as arguments of calls)
 from .devices import device
 from .recording import Recording, recording
 from .stream import close_streams, stream_to, streams

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..base import elsewhere
-from . import autocast, observing
+from . import observing
+from .flags import inside, run_plain
 from .geometry import Geometry, geometry
 from .operators import Operator, operator
 from .stream import Known, Meta, Storage, Stream
@@ -262,9 +263,9 @@ class Capture(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         told = self._told(args, kwargs) if not _shapes_only(tensors) else None
-        out = autocast.run(func, args, kwargs, autocast.inside.dtype)
+        out = run_plain(func, args, kwargs, inside.dtype)
         if told is not None and not isinstance(out, RemoteTensor) and not _shapes_only(tree_leaves(out)):
-            self._ran(operator(func), args, kwargs, told, out, autocast.inside.dtype)
+            self._ran(operator(func), args, kwargs, told, out, inside.dtype)
         return out
 
     def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None) -> None:
@@ -272,7 +273,7 @@ class Capture(TorchDispatchMode):
         if threading.get_ident() != self._thread:
             return
         if place is None:
-            self._ran(op, args, kwargs, self._told(args, kwargs), out, autocast.inside.dtype)
+            self._ran(op, args, kwargs, self._told(args, kwargs), out, inside.dtype)
             return
         known = known_form(place, op, args, kwargs)
         if known is None:

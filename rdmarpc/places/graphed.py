@@ -23,9 +23,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..transport import NotSupported
-from . import autocast, observing, ring
+from . import observing, ring
 from .capture import Brought, Capture, Crossed, Event, Fetched, Number, Plain, Posted, Ran, Ref, Result, difference, plains
-from .flags import flags_of_gpus
+from .flags import flags_of_gpus, run_plain
 from .geometry import Geometry, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
 from .tensor import RemoteTensor, address_of, wrapper
@@ -637,7 +637,7 @@ class Program:
 
     def _here(self, event: Ran, call: Call) -> None:
         args, kwargs = self._filled(event.args, call), self._filled(event.kwargs, call)
-        out = autocast.run(event.op.func, args, kwargs, event.autocast)
+        out = run_plain(event.op.func, args, kwargs, event.autocast)
         found = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         for plain, tensor in zip(event.results, found):
             if self._capture.locals[plain.key].made:

@@ -1,4 +1,4 @@
-"""What this process posts, recorded as data (``graph/fragments``): on demand, and the first steps of every wrapped model."""
+"""What this process posts, recorded as data (``graph``): on demand, and the first steps of every wrapped model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from ..graph import (
     steps,
 )
 from ..message.layout import span
-from . import autocast, observing
+from . import observing
+from .flags import inside, run_plain
 from .operators import Operator, operator
 from .stream import Meta, Storage, Stream
 from .tensor import RemoteTensor
@@ -332,7 +333,7 @@ class _Here(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each is not RemoteTensor for each in types):
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
-        out = autocast.run(func, args, kwargs or {}, autocast.inside.dtype)
+        out = run_plain(func, args, kwargs or {}, inside.dtype)
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
         return out

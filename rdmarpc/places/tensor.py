@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..base import elsewhere
 from ..transport import NotSupported
-from . import autocast, observing, ring
-from .flags import precisions
+from . import observing, ring
+from .flags import inside, precisions, run_plain
 from .geometry import Geometry, geometry
 from .geometry import view as view_of
 from .names import DEVICE, place_named
@@ -641,7 +641,7 @@ def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on plain tensors, as a part of one on remote ones."""
-    out = autocast.run(op.func, args, kwargs, autocast.inside.dtype)
+    out = run_plain(op.func, args, kwargs, inside.dtype)
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out

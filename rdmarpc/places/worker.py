@@ -48,8 +48,7 @@ from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, Remo
 from . import observing, ring
 from .flags import at_precisions, set_flags
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
-from .gpus import at_device
-from .operators import RESIZED, operator
+from .operators import RESIZED, at_device, operator
 from .plain import decode, dump_error, encode, loads
 from .programs import Program
 from .scoreboard import Entry, Scoreboard
