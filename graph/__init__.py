@@ -7,20 +7,5 @@ Code above imports what this file names, and nothing past it.
 
 # ruff: noqa: F401
 
-from .fragments import (
-    ACTIVATION,
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    INPUT,
-    PARAMETER,
-    STEP,
-    Event,
-    Flow,
-    Move,
-    Operand,
-    Operation,
-    Recorded,
-    steps,
-)
+from .fragments import Event, Flow, Kind, Move, Operand, Operation, Phase, Recorded, steps
 from .show import Crossing, Transfers, describe, described, load, save, size

@@ -11,9 +11,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-"""Phases. A step is an optimizer's, with all that runs without grad between a backward and the next forward."""
+
+class Phase(StrEnum):
+    """A step is an optimizer's, with all that runs without grad between a backward and the next forward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class Kind(StrEnum):
+    """Of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made in an
+    optimizer's step."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    PARAMETER = "parameter"
+    INPUT = "input"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,7 @@ class Operation:
     operands: tuple[Operand, ...]
     written: tuple[int, ...]
     results: tuple[Operand, ...]
-    phase: str
+    phase: Phase
     path: str = ""
 
     @property
@@ -47,7 +64,7 @@ class Operation:
 
     def __str__(self) -> str:
         where = f"{self.path}: {self.short}" if self.path else f"{self.short}()"
-        return f"backward of {where}" if self.phase == BACKWARD else where
+        return f"backward of {where}" if self.phase == Phase.BACKWARD else where
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ class Move:
     operand: Operand
     made: int
     nbytes: int
-    phase: str
+    phase: Phase
     name: str = ""
     maker: str = ""
 
@@ -77,14 +94,10 @@ class Recorded:
     here: str
     events: tuple[Event, ...]
     sizes: Mapping[int, int] = field(default_factory=dict)
-    kinds: Mapping[int, str] = field(default_factory=dict)
+    kinds: Mapping[int, Kind] = field(default_factory=dict)
 
 
 # -- the graph
-
-ACTIVATION, GRADIENT, PARAMETER, INPUT, UPDATE = "activation", "gradient", "parameter", "input", "update"
-"""Kinds of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made
-in an optimizer's step."""
 
 Version = tuple[int, int]
 """A storage, and how often it was written before."""
@@ -174,13 +187,13 @@ class Flow:
             storage = event.operand.storage
         return storage
 
-    def kind(self, storage: int) -> str:
+    def kind(self, storage: int) -> Kind:
         """What lies in a storage, by what made it."""
         origin = self.origin(storage)
         maker = self._maker(origin)
         if maker is not None:
-            return {FORWARD: ACTIVATION, BACKWARD: GRADIENT}.get(maker.phase, UPDATE)
-        return self.recorded.kinds.get(origin, INPUT)
+            return {Phase.FORWARD: Kind.ACTIVATION, Phase.BACKWARD: Kind.GRADIENT}.get(maker.phase, Kind.UPDATE)
+        return self.recorded.kinds.get(origin, Kind.INPUT)
 
     def _maker(self, storage: int) -> Event | None:
         life = self.lives.get(storage)
@@ -241,9 +254,10 @@ def steps(recorded: Recorded) -> list[Recorded]:
     with the first one after a backward. A forward at the end that ran in no module looks at results: it belongs to the step
     before."""
     events = recorded.events
-    last = STEP if any(event.phase == STEP for event in events) else BACKWARD
-    begins = [at for at, event in enumerate(events) if not at or (event.phase == FORWARD and events[at - 1].phase == last)]
-    if len(begins) > 1 and all(event.phase == FORWARD and not getattr(event, "path", "") for event in events[begins[-1] :]):
+    last = Phase.STEP if any(event.phase == Phase.STEP for event in events) else Phase.BACKWARD
+    forward = [event.phase == Phase.FORWARD for event in events]
+    begins = [at for at in range(len(events)) if not at or (forward[at] and events[at - 1].phase == last)]
+    if len(begins) > 1 and all(forward[begins[-1] :]) and not any(getattr(each, "path", "") for each in events[begins[-1] :]):
         begins.pop()
     ends = [*begins[1:], len(events)]
     return [replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]

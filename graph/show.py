@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..transport import NotSupported
-from .fragments import ACTIVATION, BACKWARD, Flow, Move, Operation, Recorded, crossings, varying
+from .fragments import Flow, Kind, Move, Operation, Phase, Recorded, crossings, varying
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,8 @@ def shortened(text: str, width: int) -> str:
 
 # -- a step
 
+Sizes = Mapping[str, int]
+"""Bytes, by worker."""
 _FORMAT, _VERSION = "rdmarpc transfers", 2
 
 
@@ -237,32 +239,26 @@ def load(path: str | os.PathLike[str]) -> list[Transfers]:
 
 
 def describe(
-    caller: str,
-    crossings: Sequence[Crossing],
-    parameter_bytes: Mapping[str, int],
-    parts: Mapping[str, Iterable[str]] | None = None,
-    peaks: Mapping[str, int] | None = None,
-    steps: int = 1,
+    caller: str, crossings: Sequence[Crossing], kept: Sizes, parts: Mapping[str, Iterable[str]], peaks: Sizes, steps: int
 ) -> Transfers:
-    """``parameter_bytes``: of the model, by worker; ``parts``: the modules that run at each; ``peaks``: see ``WorkerRecord``.
+    """``kept``: parameters of the model; ``parts``: the modules that run at each; ``peaks``: see ``WorkerRecord``.
     Workers are listed in the order of their first crossing, the caller first."""
-    ran, most = parts or {}, peaks or {}
     ends = [name for crossing in crossings for name in (crossing.source, crossing.target)]
     workers = [
         WorkerRecord(
             name,
-            parameter_bytes.get(name, 0),
+            kept.get(name, 0),
             sum(c.nbytes * c.times for c in crossings if c.target == name),
             sum(c.nbytes * c.times for c in crossings if c.source == name),
-            most.get(name, 0),
-            tuple(ran.get(name, ())),
+            peaks.get(name, 0),
+            tuple(parts.get(name, ())),
         )
-        for name in dict.fromkeys([caller, *ends, *parameter_bytes, *ran])
+        for name in dict.fromkeys([caller, *ends, *kept, *parts])
     ]
     return Transfers(caller, tuple(crossings), tuple(workers), steps)
 
 
-def described(recorded: Sequence[Recorded], parameter_bytes: Mapping[str, int]) -> Transfers:
+def described(recorded: Sequence[Recorded], parameter_bytes: Sizes) -> Transfers:
     """The last of some steps that were recorded; the others say what varies."""
     step = recorded[-1]
     flow, dynamic = Flow(step), varying(recorded)
@@ -271,14 +267,14 @@ def described(recorded: Sequence[Recorded], parameter_bytes: Mapping[str, int]) 
     for key, moves in crossings(step).items():
         for at, (event, move) in enumerate(moves):
             static = (key, at) not in dynamic
-            row = key, move.operand.shape, move.operand.dtype, move.nbytes, static, move.phase == BACKWARD
+            row = key, move.operand.shape, move.operand.dtype, move.nbytes, static, move.phase == Phase.BACKWARD
             found.setdefault(row, []).append((event, move, static))
     rows = sorted(found.items(), key=lambda each: each[1][0][0])
     called: dict[int, str] = {}
     shown = [_crossing(number, flow, key[0], same, again, called) for number, (key, same) in enumerate(rows, 1)]
     parts: dict[str, dict[str, None]] = {}
     for each in step.events:
-        if isinstance(each, Operation) and each.path and each.phase != BACKWARD:
+        if isinstance(each, Operation) and each.path and each.phase != Phase.BACKWARD:
             parts.setdefault(each.place, {})[each.path] = None
     peaks = {place: flow.peak(place) for place in flow.places}
     return describe(step.here, shown, parameter_bytes, parts, peaks, len(recorded))
@@ -293,7 +289,7 @@ def _crossing(
     operand, origin = move.operand, flow.origin(move.operand.storage)
     uses = [str(event) for event in flow.uses(move) if isinstance(event, Operation)]
     first, last = (uses[0], uses[-1]) if uses else ("", "")
-    name = name or called.setdefault(origin, maker if maker and kind == ACTIVATION else f"for {first}" if first else kind)
+    name = name or called.setdefault(origin, maker if maker and kind == Kind.ACTIVATION else f"for {first}" if first else kind)
     repeated = sum(event in again for event, _, _ in same)
     return Crossing(
         number, name, kind, source, target, operand.shape, operand.dtype, move.nbytes, static, len(same), repeated,
@@ -349,9 +345,8 @@ def draw(crossings: Sequence[Crossing], workers: Sequence[WorkerRecord], path: s
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise NotSupported(
-            f"a picture needs matplotlib: {error}", hint="pip install 'rdmarpc[experiments]', or print and save instead"
-        ) from None
+        hint = "pip install 'rdmarpc[experiments]', or print and save instead"
+        raise NotSupported(f"a picture needs matplotlib: {error}", hint=hint) from None
     arrows, boxes = bundles(crossings), {worker.name: _lines(worker) for worker in workers}
     texts = [*map(label, arrows.values()), *(line for lines in boxes.values() for line in lines)]
     width = _CHARACTER * max(map(len, texts)) + 0.4

@@ -8,25 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from relative import phases, relative
 
-from rdmarpc.graph.fragments import (
-    ACTIVATION,
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    INPUT,
-    PARAMETER,
-    STEP,
-    UPDATE,
-    Event,
-    Flow,
-    Move,
-    Operand,
-    Operation,
-    Recorded,
-    steps,
-    varying,
-)
+from rdmarpc.graph.fragments import Event, Flow, Kind, Move, Operand, Operation, Phase, Recorded, steps, varying
 
+FORWARD, BACKWARD, STEP = Phase
+ACTIVATION, GRADIENT, PARAMETER, INPUT, UPDATE = Kind
 PLACES = ("here", "w1", "w2")
 
 

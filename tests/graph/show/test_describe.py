@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from rdmarpc import cli, transfers
 from rdmarpc.graph import show
-from rdmarpc.graph.fragments import BACKWARD, FORWARD, PARAMETER, Event, Move, Operand, Operation, Recorded
+from rdmarpc.graph.fragments import Event, Kind, Move, Operand, Operation, Phase, Recorded
 from rdmarpc.graph.show import Crossing, Transfers, WorkerRecord, described, from_json, histogram, shape_text, size, to_json
 from rdmarpc.transport import NotSupported
+
+FORWARD, BACKWARD, _ = Phase
+PARAMETER = Kind.PARAMETER
 
 
 def over(storage: int, *shape: int) -> Operand:
