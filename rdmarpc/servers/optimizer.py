@@ -19,15 +19,7 @@ from torch import nn
 from ..transport import NotSupported
 from .bundle import ABSENT, NUMBERS, PRESENT
 from .servers import Half, Servers
-from .updates import (
-    PER_PARAMETER,
-    Elsewhere,
-    counting_dtype,
-    hyperparameters,
-    leaves_gradients,
-    numbers_of,
-    refuse_scaling,
-)
+from .updates import PER_PARAMETER, Elsewhere, counting_dtype, hyperparameters, leaves_gradients, numbers_of, refuse_scaling
 
 
 class _Share:

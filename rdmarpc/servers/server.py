@@ -26,20 +26,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..calls import agent as _agent
 from ..calls import errors
 from ..calls.agent import Agent
-from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, broken_by, fresh, kept
-from .bundle import CHANGED, STAGED, Bundle, BundleInlet, BundleOutlet, Header, Room
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, Transfer, TransferTimeout, broken_by, fresh, kept
+from .bundle import CHANGED, STAGED, Bundle, BundleInlet, BundleOutlet, Header, Room, Station
 from .kept import ASKED, Kept
-from .station import Station
-
-if TYPE_CHECKING:
-    from ..transport import Channel, Device, Transfer
 
 
 class _Client:
@@ -66,14 +62,10 @@ class Server(threading.Thread):
     """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
     times out. Everything but ``ask``, ``why``, ``meet`` and ``close`` belongs to its thread."""
 
-    def __init__(
-        self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float
-    ) -> None:
-        super().__init__(name=f"rdmarpc-server-{name}", daemon=True)
-        self.station = Station(name, device, channels, timeout)
-        self.station.expected.update(workers)
-        self._channels = channels
-        self.workers = workers
+    def __init__(self, station: Station, workers: list[str]) -> None:
+        super().__init__(name=f"rdmarpc-server-{station.name}", daemon=True)
+        self.station, self.workers = station, workers
+        station.expected.update(workers)
         self.end = End(workers)
         self._holders: dict[int, set[str]] = {}
         """By the number of an optimizer that some workers have dropped: those that have not."""
@@ -120,7 +112,7 @@ class Server(threading.Thread):
             if self._closing or self.error is not None:
                 return
             try:
-                self._channels(worker)
+                self.station.channels(worker)
             except Exception as error:
                 self.station.lost(worker, broken_by(error, "reaching it", peer=worker, device=self.station.device.name))
 
@@ -360,7 +352,7 @@ def enter(
         new = server is None
         if server is None:
             _turn_away(table, model, worker, agent.name)
-            server = table[model] = Server(agent.name, agent.device, agent.channel, workers, timeout)
+            server = table[model] = Server(Station(agent.name, agent.device, agent.channel, timeout), workers)
             server.start()
         server.end.awaited.discard(worker)
     if new:

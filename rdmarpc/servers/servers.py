@@ -8,10 +8,10 @@ import itertools
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,26 +20,8 @@ from ..calls import errors
 from ..calls.agent import Agent
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, for_others
 from . import server as serving
-from .bundle import (
-    ALWAYS,
-    CHANGED,
-    GRADIENT,
-    STAGED,
-    WEIGHT,
-    Bundle,
-    BundleInlet,
-    BundleOutlet,
-    Edge,
-    Header,
-    gradient_note,
-    padded,
-    strides,
-)
+from .bundle import ALWAYS, CHANGED, STAGED, Bundle, BundleInlet, BundleOutlet, Edge, Header, Station, between, padded
 from .parameter import Left, Shown, Watch, check_memory
-from .station import Station
-
-if TYPE_CHECKING:
-    from ..transport import Channel, Device
 
 
 class Half:
@@ -69,13 +51,7 @@ class Half:
             self._outlet = BundleOutlet(self._station.device, channel, self.gradients, remote, slot[1])
 
     def send(
-        self,
-        optimizer: int,
-        marks: bytes,
-        present: tuple[int, ...],
-        grads: Sequence[torch.Tensor],
-        numbers: list[float],
-        staging: str,
+        self, optimizer: int, marks: bytes, at: tuple[int, ...], grads: list[torch.Tensor], numbers: list[float], staging: str
     ) -> None:
         """Gradients of the next step. They belong to the write until ``finish``. The note: marks, padded to 8 bytes, then the
         numbers of the optimizer's groups (float64)."""
@@ -83,7 +59,7 @@ class Half:
         note = marks.ljust(padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
         header = Header(0, self.steps + 1, STAGED * (staging == ALWAYS), len(note), optimizer)
         with self._station.naming():
-            self._outlet.send_loose(header, note, present, grads, staging)
+            self._outlet.send_loose(header, note, at, grads, staging)
         self.wanted = self.steps + 1
 
     def finish(self, timeout: float) -> None:
@@ -102,18 +78,10 @@ class Half:
 
 class Trainer:
     """All servers of one model, seen from one worker. One thread at a time. ``explain(server)`` gives the error that ended a
-    server; ``timeout`` (seconds) bounds every wait."""
+    server; the station's timeout bounds every wait."""
 
-    def __init__(
-        self,
-        name: str,
-        device: Device,
-        channels: Callable[[str], Channel],
-        explain: Callable[[str], BaseException],
-        timeout: float,
-    ) -> None:
-        self.station = Station(name, device, channels, timeout)
-        self.timeout, self._explain = timeout, explain
+    def __init__(self, station: Station, explain: Callable[[str], BaseException]) -> None:
+        self.station, self.timeout, self._explain = station, station.timeout, explain
         self.halves: dict[str, Half] = {}
         self.late = False
         """Whether the last wait, for weights or for an answer of a server, timed out."""
@@ -225,10 +193,11 @@ class Servers:
             parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
         }
         # It may outlive this, see ``_open``.
-        self.trainer = Trainer(agent.name, agent.device, agent.channel, partial(_explain, agent, model, timeout), timeout)
+        station = Station(agent.name, agent.device, agent.channel, timeout)
+        self.trainer = Trainer(station, partial(_explain, agent, model, timeout))
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
-        agent.on_peer_lost(self.trainer.station.lost)
+        agent.on_peer_lost(station.lost)
         self.edges: list[Edge] = []
         """All that crosses in a step."""
         try:
@@ -245,7 +214,11 @@ class Servers:
 
     def _set_up(self, shown: list[Shown]) -> None:
         numbers = itertools.count(1)
-        halves = [self._half(server, numbers) for server in self.names]
+        halves = []
+        for server, names in self.names.items():
+            both = between(server, self.agent.name, dict(zip(names, self.parameters[server])), numbers)
+            self.edges += [edge for bundle in both if bundle is not None for edge in bundle.edges]
+            halves.append(self.trainer.add(*both))
         for half in halves:
             args = (self.model, self.workers, self.agent.name, half.weights, half.gradients, self.timeout)
             half.connect(self._enter(half.server, args))
@@ -274,21 +247,6 @@ class Servers:
                 raise TransferTimeout(why, peer=server, hint=hint)
             time.sleep(_AGAIN_S)
         return found
-
-    def _half(self, server: str, numbers: Iterator[int]) -> Half:
-        me, parameters = self.agent.name, self.parameters[server]
-        learns = sum(parameter.requires_grad for parameter in parameters)
-
-        def edges(kind: str, source: str, target: str, count: int) -> list[Edge]:
-            return [
-                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype, strides(p.detach()))
-                for name, p in zip(self.names[server][:count], parameters)
-            ]
-
-        weights = Bundle(edges(WEIGHT, server, me, len(parameters)))
-        gradients = Bundle(edges(GRADIENT, me, server, learns), gradient_note(learns)) if learns else None
-        self.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
-        return self.trainer.add(weights, gradients)
 
     # -- steps
 
