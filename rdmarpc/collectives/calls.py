@@ -178,10 +178,7 @@ def barrier(name: str = "barrier") -> Run:
         empty = dict.fromkeys(streams.order, (0, 0))
         return streams.plan(code_of(signature), 0, empty, empty)
 
-    def run(engine: Engine) -> None:
-        engine.run(signature, make)
-
-    return partial(_call, signature, run)
+    return partial(_call, signature, lambda engine: engine.run(signature, make))
 
 
 def all_reduce(data: torch.Tensor, how: Sum) -> Run:
@@ -255,10 +252,7 @@ def broadcast(data: Flat, root: int) -> Run:
         outs, ins = dict.fromkeys(streams.order if mine else (), (0, nbytes)), {} if mine else {root: (0, nbytes)}
         return streams.plan(code_of(signature), signature.elements, outs, ins)
 
-    def run(engine: Engine) -> None:
-        engine.run(signature, make, data.data_ptr(), data.data_ptr())
-
-    return partial(_call, signature, run)
+    return partial(_call, signature, lambda engine: engine.run(signature, make, data.data_ptr(), data.data_ptr()))
 
 
 def all_to_all(name: str, outputs: Sequence[Flat], inputs: Sequence[Flat], root: int = -1) -> Run:

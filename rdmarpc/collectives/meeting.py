@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -183,16 +183,11 @@ class LaneMeeting(Meeting):
     """The members of one group at its store, and the lanes between them. ``timeout`` in seconds."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        ranks: Sequence[int],
-        timeout: float,
-        options: RpcBackendOptions,
-        known: Mapping[int, Channel],
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, options: RpcBackendOptions, job: Any
     ) -> None:
         """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them.
-        ``known``: channels to the processes that are members for sure, by what torch calls them."""
+        ``job``: see ``Ranks``."""
+        known = _channels(job)
         super().__init__(store, rank, ranks, named(ranks), timeout)
         self._options = options
         self._known = {place: known[each] for place, each in enumerate(ranks) if each in known}
@@ -324,13 +319,7 @@ class Ranks:
     """A group's members as this one reaches them: lanes for collectives, and lanes for pairs."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        ranks: Sequence[int],
-        timeout: float,
-        options: RpcBackendOptions | None = None,
-        job: Any = None,
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, options: RpcBackendOptions | None, job: Any
     ) -> None:
         """``ranks``: what torch calls the members; texts call them so, too. ``rank``: the place of this one among them.
         ``job``: the group whose ranks these are, ``None`` for a group that counts its own."""
@@ -341,8 +330,7 @@ class Ranks:
         self._told = False
         if self.size == 1:
             return
-        known = _channels(job)
-        meeting = LaneMeeting(store, rank, ranks, timeout, options or RpcBackendOptions(), known)
+        meeting = LaneMeeting(store, rank, ranks, timeout, options or RpcBackendOptions(), job)
         try:
             meeting.enter()
             while not self._meet(meeting):
