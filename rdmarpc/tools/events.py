@@ -66,11 +66,6 @@ class Serving:
         self.outer: Serving | None = None
         """The request that this thread was serving when this one began; ``None``: none."""
 
-    @property
-    def begun(self) -> bool:
-        """Whether it was unpickled, or has failed before."""
-        return bool(self.unpickled or self.returned)
-
     def spans(self, end: int) -> tuple[Any, ...]:
         returned = self.returned or end
         return self.begin, self.unpickled or returned, returned, end, self.function
@@ -210,7 +205,7 @@ class Calls:
         serving = self.message.serving
         if serving is None or serving.key != (request.link.rank, request.call):
             return  # it began before the recording
-        if serving.begun:  # else it waits for its references, and another thread may be serving it by now
+        if serving.unpickled or serving.returned:  # else it waits for its references, and another thread may serve it by now
             self.note("served", *serving.key, *serving.spans(monotonic_ns()))
         if self.serving_now.get(serving.key) is serving:
             del self.serving_now[serving.key]

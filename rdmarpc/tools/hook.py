@@ -45,12 +45,8 @@ MEANT: dict[str, tuple[str, ...]] = {
 """Torch's modules, and ours that have their names: the first that has one."""
 
 PACKAGES = {"torch.distributed.rpc"}
-_FAMILIES = (
-    "torch.distributed.rpc",
-    "torch._C._distributed_rpc",
-    "torch.distributed.autograd",
-    "torch._C._distributed_autograd",
-)
+_IN_C = ("torch._C._distributed_rpc", "torch._C._distributed_autograd")
+_FAMILIES = ("torch.distributed.rpc", "torch.distributed.autograd", *_IN_C)
 """What is defined in these works with torch's own agent."""
 _MARKS = ("RRef(", "prim::rpc_", "aten::to_here", "aten::local_value")
 """In the text of a TorchScript function: it uses RPC."""
@@ -160,12 +156,13 @@ def _replace() -> None:
     for name, original in _originals.items():
         ours[id(original)] = stand_ins[name]
         for key, value in vars(original).items():
-            if callable(value) and _of_the_original(value):
-                meant = getattr(stand_ins[name], key, value)
-                ours[id(value)] = meant
+            home = getattr(value, "__module__", None) or ""
+            if callable(value) and (home in _originals or home.startswith(_IN_C)):
+                ours[id(value)] = getattr(stand_ins[name], key, value)
     for each in list(sys.modules.values()):
         if isinstance(each, ModuleType) and each not in _originals.values():
-            _give(vars(each), ours)
+            names = list(vars(each).items())
+            vars(each).update({key: ours[id(now)] for key, now in names if id(now) in ours and not isinstance(now, StandIn)})
 
 
 def _run_scripts_as_python() -> None:
@@ -186,17 +183,6 @@ def _run_scripts_as_python() -> None:
         return compiled(function, *args, **kwargs) if python is None else python(*args, **kwargs)
 
     torch.jit.ScriptFunction.__call__ = call  # type: ignore[assignment, method-assign]
-
-
-def _of_the_original(value: Any) -> bool:
-    home = getattr(value, "__module__", None) or ""
-    return home in _originals or home.startswith(("torch._C._distributed_rpc", "torch._C._distributed_autograd"))
-
-
-def _give(names: dict[str, Any], ours: dict[int, Any]) -> None:
-    for name, value in list(names.items()):
-        if id(value) in ours and not isinstance(value, StandIn):
-            names[name] = ours[id(value)]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
