@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .plain import decode
+from .ring import decode
 
 _deterministic, _warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
 _mkldnn, _threads, _dtype = torch._C._get_mkldnn_enabled, torch.get_num_threads, torch.get_default_dtype

@@ -84,7 +84,7 @@ class Operator:
         arguments, returns = schema.arguments, schema.returns
         written: list[int | str] = []
         for position, argument in enumerate(arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if _is_written(argument):
                 written.append(argument.name if argument.kwarg_only else position)
         written += _HIDDEN_WRITES.get(base, ())
         self.written = tuple(written)
@@ -101,7 +101,7 @@ class Operator:
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
         self.kept = func not in _NOT_KEPT
         self.returned = tuple(
-            next((p for p, a in zip(self.written, _written(arguments)) if _same_alias(a, r)), None) for r in returns
+            next((p for p, a in zip(self.written, filter(_is_written, arguments)) if _same_alias(a, r)), None) for r in returns
         )
         """For each result the written operand that it is."""
         self.foreach = bare.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))
@@ -160,13 +160,12 @@ class Operator:
         return found
 
 
-def _written(arguments: Any) -> list[Any]:
-    return [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+def _is_written(value: Any) -> bool:
+    return value.alias_info is not None and value.alias_info.is_write
 
 
 def _same_alias(argument: Any, result: Any) -> bool:
-    info = result.alias_info
-    return info is not None and info.is_write and info.before_set == argument.alias_info.before_set
+    return _is_written(result) and result.alias_info.before_set == argument.alias_info.before_set
 
 
 known_operators: dict[int, Operator] = {}
@@ -222,21 +221,11 @@ def _attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask, p, causal, scale=scale), q.new_zeros(0, dtype=torch.float32)
 
 
-def _attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    kept: Tensor,
-    p: float,
-    causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
-) -> Any:
+def _attention_backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """(grad, q, k, v, out, kept, p, causal)"""
+    grad, *inputs, _, _, p, causal = args
     return _gradients(
-        lambda q, k, v: (F.scaled_dot_product_attention(q, k, v, attn_mask, p, causal, scale=scale),), (q, k, v), (grad,)
+        lambda q, k, v: _attention(q, k, v, p, causal, attn_mask=attn_mask, scale=scale)[:1], tuple(inputs), (grad,)
     )
 
 

@@ -75,10 +75,8 @@ def _checked_lists(torchs: Callable[..., Any]) -> Callable[..., Any]:
         if not any(type(each) is RemoteTensor for each in operands) and any(
             type(each) is RemoteTensor for each in tree_leaves(operands)
         ):
-            raise NotSupported(
-                f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers",
-                hint="give it plain tensors, or such ones, alone",
-            )
+            why = f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers"
+            raise NotSupported(why, hint="give it plain tensors, or such ones, alone")
         return torchs(*args, **kwargs)
 
     return collective

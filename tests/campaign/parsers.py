@@ -15,7 +15,7 @@ from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import layout, serialize, tensors
 from rdmarpc.message.tensors import Places
-from rdmarpc.places.plain import dump, loads
+from rdmarpc.places.ring import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
 from rdmarpc.servers.bundle import Header
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
