@@ -52,8 +52,8 @@ STOREYS = [
         ["what moves, as data"],
         ("#e8eff7", "#c3d6ea"),
         [
-            [("show/", "what crosses, as tables and pictures")],
-            [("fragments/", "what was posted, as a data-flow graph")],
+            [("show", "what crosses, as tables and pictures")],
+            [("fragments", "what was posted, as a data-flow graph")],
         ],
     ),
     (

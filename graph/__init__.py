@@ -7,9 +7,5 @@ Code above imports what this file names, and nothing past it.
 
 # ruff: noqa: F401
 
-from .fragments.cut import steps
-from .fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, Flow
-from .fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
-from .show.describe import Transfers, describe, described, load, save
-from .show.records import Crossing
-from .show.tables import size
+from .fragments import Event, Flow, Kind, Move, Operand, Operation, Phase, Recorded, steps
+from .show import Crossing, Transfers, describe, described, load, save, size

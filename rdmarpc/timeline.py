@@ -29,13 +29,12 @@ from .calls import agent as _agent
 from .calls.agent import Agent
 from .functions import async_execution
 from .tools import events
-from .tools.recorded import Calls
 from .transport import RdmaError, host_id
 
 _GATHER_TIMEOUT_S = 60.0
 
 
-class Timeline(Calls):
+class Timeline(events.Calls):
     """What one worker records, from construction to ``stop``. Thread-safe. Keeps the last ``_LIMIT`` facts, those of some
     60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
 

@@ -1,5 +1,5 @@
 """Names that torch's modules of RPC have for their own use, or from C++, for programs that find this package there
-(``tools/modules``): those of ``backend_registry`` (there is one backend here, which has TensorPipe's name too), ``constants``,
+(``tools/hook``): those of ``backend_registry`` (there is one backend here, which has TensorPipe's name too), ``constants``,
 ``options``, ``rref_proxy`` and ``nn.api.remote_module``."""
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ ORDER = {
         ["__init__.py"],
     ],
     "graph": [
-        ["fragments"],
-        ["show"],
+        ["fragments.py"],
+        ["show.py"],
         ["__init__.py"],
     ],
     "rdmarpc": [
@@ -224,12 +224,12 @@ def test_modules_of_tests_have_names_of_their_own():
         ("from ..shm import device", True),
         ("def late():\n    from rdmarpc.transport.shm.device import Device", True),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..shm.device import Device", True),
-        ("import rdmarpc.graph.fragments.header", True),
+        ("import rdmarpc.graph.fragments", True),
         ("from ..peers import auth", False),
     ],
 )
 def test_an_import_that_goes_up_is_seen(tmp_path: Path, text: str, above: bool):
-    for file in ("transport/peers/auth.py", "transport/shm/device.py", "graph/fragments/header.py"):
+    for file in ("transport/peers/auth.py", "transport/shm/device.py", "graph/fragments.py"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("")
     (tmp_path / "transport/memory").mkdir()

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from ..base import here
 from ..base.here import lies_elsewhere, refuse
 from ..options import RpcBackendOptions
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
 from . import calls
+from .calls import sum_of
 from .engine import Engine
 from .meeting import Ranks, named
 from .pairs import Pairs
 from .queue import Queue, Work, failure, nothing
 from .staging import Ends, Staging, check, check_apart, check_own, plain, split, unwrapped, writing
-from .sums import sum_of
 from .table import Made, Tensors, collective, written
 
 OF_GROUP = "the timeout of a process group"
@@ -80,13 +81,7 @@ class ProcessGroup(_Group):
     group_name = group_desc = ""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        ranks: Sequence[int],
-        timeout: timedelta,
-        options: RpcBackendOptions | None = None,
-        job: Any = None,
+        self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: RpcBackendOptions | None, job: Any
     ) -> None:
         """``ranks``: what torch calls the members, ``rank``: the place of this one among them. ``options``: how the device of
         this process is opened, if no group has opened it yet. ``job``: the group whose ranks these are, if it is another."""
@@ -344,21 +339,16 @@ class ProcessGroup(_Group):
 
     @collective
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any,
+        self, output: torch.Tensor, input: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any
     ) -> Made:
         output, input, size = _one(output), _one(input), self.members_count
-        even = not output_split_sizes and not input_split_sizes and input.dim() and input.shape[0] % size == 0
+        even = not out_sizes and not in_sizes and input.dim() and input.shape[0] % size == 0
         if even and plain(output, input) and output.shape == input.shape:
             return calls.even("all_to_all", output, input), [output], None, [input], True
         check([output, input], "all_to_all")
         ends = Ends(self.staging)
-        places = split(ends.target(output).view(output.shape), output_split_sizes, size, "all_to_all")
-        parts = split(ends.source(input).view(input.shape), input_split_sizes, size, "all_to_all")
+        places = split(ends.target(output).view(output.shape), out_sizes, size, "all_to_all")
+        parts = split(ends.source(input).view(input.shape), in_sizes, size, "all_to_all")
         check_own(places[self.me], parts[self.me], "all_to_all")
         return calls.all_to_all("all_to_all", places, parts), [output], ends, [input], True
 
@@ -437,11 +427,10 @@ class ProcessGroup(_Group):
 
     # -- its names, its life, and what is told of it
 
-    def getBackendName(self) -> str:
-        return "rdmarpc"
-
     def name(self) -> str:
         return "rdmarpc"
+
+    getBackendName = name
 
     def _get_backend_name(self) -> str:
         """torch asks whether it is gloo to know whether tensors without another device belong on the CPU."""
@@ -462,7 +451,7 @@ class ProcessGroup(_Group):
         name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
         limit = timeout or timedelta(seconds=self.engine.timeout)
         store = dist.PrefixStore(f"{name}/", self.store)
-        made = ProcessGroup(store, ranks.index(self.me), [self.members.ranks[each] for each in ranks], limit, opts)
+        made = ProcessGroup(store, ranks.index(self.me), [self.members.ranks[each] for each in ranks], limit, opts, None)
         made._set_group_name(name)
         made._set_group_desc(group_desc or f"{self.group_desc}:split")
         return made
@@ -482,7 +471,7 @@ class ProcessGroup(_Group):
     def getGroupDesc(self) -> str:
         return self.group_desc
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self.store
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
@@ -496,9 +485,8 @@ class ProcessGroup(_Group):
 
     def register_pre_hook(self, hook_id: int, hook: Any) -> None:
         """Refused: torch (from 2.14 on) would keep the hook, and never call it for a group that is Python."""
-        raise NotSupported(
-            "hooks of a process group run in torch's own groups only", hint="add callbacks to the calls' futures"
-        )
+        why = "hooks of a process group run in torch's own groups only"
+        raise NotSupported(why, hint="add callbacks to the calls' futures")
 
     register_post_hook = register_abort_hook = register_pre_hook
 

@@ -22,6 +22,8 @@ _SLICE_NS, _END_S = 20_000_000, 5.0
 _MEND = "every rank has to make the same calls in the same order, with the same types and sizes"
 _PLANS = 512
 """So many signatures and exchanges are remembered; then all are forgotten."""
+Spans = Mapping[int, exchange.Span]
+"""By rank."""
 
 
 class _Aside(threading.local):
@@ -60,12 +62,7 @@ class Engine:
         self.signature, self.limit, self.since = signature, timeout or self.timeout, time.monotonic()
         self._code = code_of(signature)
 
-    def move(
-        self,
-        outs: Mapping[int, exchange.Span],
-        ins: Mapping[int, exchange.Span] = exchange.NOTHING,
-        fold: exchange.Fold | None = None,
-    ) -> None:
+    def move(self, outs: Spans, ins: Spans = exchange.NOTHING, fold: exchange.Fold | None = None) -> None:
         """Send and receive between these addresses until all is done; a plan is made for the first call that has them. Raises
         what ended it; then the group has failed."""
         code, elements = self._code, self.signature.elements

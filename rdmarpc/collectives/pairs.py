@@ -18,12 +18,12 @@ import torch
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept, kernels
 from .engine import aside
 from .meeting import Ranks, has_left
-from .queue import Orders, Work, nothing
+from .queue import Order, Work, nothing
 from .signature import Mismatch, Signature, code_of
 from .staging import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
-_PLANS = 256
+_PLANS, _ORDERS = 256, 1024
 _REST_S, _LINGER = 0.002, 25
 _SEND, _RECEIVE, _APART = "send to", "receive from", "receive apart from"
 
@@ -129,8 +129,8 @@ class Pairs:
         """Messages to come, in the order in which they were asked for."""
         self._apart: deque[tuple[int, int, exchange.Head, torch.Tensor]] = deque()
         """Messages that came before they were asked for: rank, tag, head, bytes."""
-        self._orders = Orders(lambda key: f"{key[0]} {_called(self.ranks, key[1])} (tag {key[2]})")
-        """Of messages that can take each other's places: of one kind, peer and tag."""
+        self._order = lru_cache(_ORDERS)(lambda kind, peer, tag: (Order(), f"{kind} {_called(self.ranks, peer)} (tag {tag})"))
+        """That of messages which can take each other's places, and what they are called."""
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
         self._dozes = False
@@ -186,7 +186,8 @@ class Pairs:
             raise fresh(self.error)
         try:
             with self._lock:
-                self._orders.add((message.kind, message.peer, message.tag))
+                order, what = self._order(message.kind, message.peer, message.tag)
+                order.add(what)
         except NotSupported as error:
             self.fail(error)
             raise

@@ -18,10 +18,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ from .engine import aside
 stamps = itertools.count(1)
 """Calls, and futures that were asked for, in the order in which this process made them. ``next`` is atomic."""
 PROGRAM = 0
-_KEYS = 1024
 
 
 class Caller(NamedTuple):
@@ -53,15 +51,6 @@ class _Here(threading.local):
 
 
 here = _Here()
-
-
-@contextmanager
-def called_by(caller: Caller) -> Iterator[None]:
-    before, here.caller = here.caller, caller
-    try:
-        yield
-    finally:
-        here.caller = before
 
 
 class Order:
@@ -93,19 +82,6 @@ class Order:
         self._of_callbacks[caller.origin] = (next(stamps), what)
         while len(self._of_callbacks) > 2:
             del self._of_callbacks[next(iter(self._of_callbacks))]
-
-
-class Orders:
-    """One for each of the 1024 keys that were used last. Used by one thread at a time."""
-
-    def __init__(self, told: Callable[[Any], str]) -> None:
-        """``told``: what people call the calls of a key."""
-        self._order = lru_cache(_KEYS)(lambda key: (Order(), told(key)))
-
-    def add(self, key: Hashable) -> None:
-        """As ``Order.add``."""
-        order, what = self._order(key)
-        order.add(what)
 
 
 _IDLE_S = 5.0
@@ -155,8 +131,11 @@ class Work(dist.Work):
         if ended is None:
             self._wake()
         else:
-            with called_by(Caller(self.origin or next(stamps), self._since, self.describe)):
+            before, here.caller = here.caller, Caller(self.origin or next(stamps), self._since, self.describe)
+            try:
                 ended.set_result(None)
+            finally:
+                here.caller = before
         if self._dropped:
             self._let_go()
 

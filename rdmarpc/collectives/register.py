@@ -31,12 +31,9 @@ _TIMEOUT = timedelta(minutes=30)
 
 def register() -> None:
     """Once a process."""
-    after_import(_GROUPS, _add_backend)
+    devices = ["cpu", "cuda"]
+    after_import(_GROUPS, lambda groups: groups.Backend.register_backend(NAME, create, extended_api=True, devices=devices))
     after_import(_RULES, _leave_out)
-
-
-def _add_backend(groups: ModuleType) -> None:
-    groups.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _leave_out(rules: ModuleType) -> None:

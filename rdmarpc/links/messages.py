@@ -39,7 +39,7 @@ class Post:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.observer: Any = None
-        """Told of every call, on both sides (``tools/recorded``), while a timeline is recorded."""
+        """Told of every call, on both sides (``tools/events``), while a timeline is recorded."""
 
     def send(
         self,

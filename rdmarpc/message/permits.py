@@ -50,7 +50,7 @@ _VALUES = {
     "rdmarpc.message.reducers": "_coo _compressed _parameter _quantised _storage _subclass _typed_storage _zeros landed_array",
     "rdmarpc.references.handle": "_receive",
     "rdmarpc.nn": "_receive",
-    "rdmarpc.places.carried": "lying",
+    "rdmarpc.places.replaced": "lying",
 }
 """Names in pickles that are allowed whatever ``allow`` says, by module: values of Python and numpy without behaviour (numbers,
 containers, dates, arrays, dtypes), and how tensors, references and remote modules are made again over what landed beside the
@@ -78,7 +78,7 @@ _CALLED = {
     "rdmarpc.servers.local": "create load_state_dict state_dict step",
     "rdmarpc.nn": "_made _make _parameters _remote_forward _remote_forward_on _train",
     "rdmarpc.references.handle": "_accumulate _backward _fetch _run _run_async _type_of",
-    "rdmarpc.servers.serving": "ask enter leave why",
+    "rdmarpc.servers.server": "ask enter leave why",
     "rdmarpc.calls.termination": "_report",
     "rdmarpc.timeline": "_hand_over _written",
 }

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from time import perf_counter
 from typing import Any
@@ -255,22 +255,18 @@ def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
         if len(found) == 1 and None not in found:
             merged = {(parent if path == children[0] else path): home for path, home in homes.items()}
             homes = {path: home for path, home in merged.items() if path not in children}
-    short: dict[str, str] = {}
-    last: tuple[str, int, int, str] | None = None  # parent, first and last number, worker
-    for path, worker in homes.items():
+
+    def run(numbered: tuple[int, str]) -> Any:
+        """The same for neighbours whose numbers follow each other at one worker."""
+        at, path = numbered
         parent, _, name = path.rpartition(".")
-        if last and name.isdigit() and (parent, int(name), worker) == (last[0], last[2] + 1, last[3]):
-            short.pop(_key(*last[:3]))
-            last = (parent, last[1], int(name), worker)
-            short[_key(*last[:3])] = worker
-            continue
-        last = (parent, int(name), int(name), worker) if name.isdigit() else None
-        short[path] = worker
+        return (parent, homes[path], int(name) - at) if name.isdigit() else at
+
+    short: dict[str, str] = {}
+    for _, same in groupby(enumerate(homes), run):
+        first, *rest = [path for _, path in same]
+        short[f"{first}-{rest[-1].rpartition('.')[2]}" if rest else first] = homes[first]
     return short
-
-
-def _key(parent: str, first: int, last: int) -> str:
-    return join(parent, str(first) if first == last else f"{first}-{last}")
 
 
 def join(path: str, name: str) -> str:

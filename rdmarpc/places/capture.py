@@ -8,7 +8,6 @@ it. A storage is *made* by the call, or an *argument*'s; or it was there before:
 from __future__ import annotations
 
 import gc
-import struct
 import threading
 import weakref
 from contextlib import ExitStack
@@ -23,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..base import here
-from . import autocast, observing
+from . import observing
+from .flags import inside, run_plain
 from .geometry import Geometry, geometry
 from .operators import Operator, operator
 from .stream import Known, Meta, Storage, Stream
@@ -33,7 +33,6 @@ _CONSTANT_BYTES = 1 << 16
 _RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
 _SETS = "it sets the state of random numbers"
 _ASKING = ("aten::_local_scalar_dense", "aten::equal")
-_bits, _word = struct.Struct("<d"), struct.Struct("<q")
 
 
 class Ref(NamedTuple):
@@ -41,12 +40,6 @@ class Ref(NamedTuple):
 
     name: int
     at: int
-
-
-class Number(NamedTuple):
-    """A number that travels as a word."""
-
-    word: int
 
 
 @dataclass(frozen=True)
@@ -60,14 +53,15 @@ class Plain:
 
 
 class Posted(NamedTuple):
-    """An operator at a worker. ``first``: the number of the first of its ``results``, if it has any of its own."""
+    """An operator at a worker. ``first``: the number of the first of its ``results``, if it has any of its own. ``operands``:
+    tensors, and numbers as words."""
 
     stream: Stream
     name: str
     signature: int
     first: int
     results: int
-    operands: list[Ref | Number]
+    operands: list[Ref | int]
     state: tuple[Any, ...]
 
 
@@ -262,9 +256,9 @@ class Capture(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         told = self._told(args, kwargs) if not _shapes_only(tensors) else None
-        out = autocast.run(func, args, kwargs, autocast.inside.dtype)
+        out = run_plain(func, args, kwargs, inside.dtype)
         if told is not None and not isinstance(out, RemoteTensor) and not _shapes_only(tree_leaves(out)):
-            self._ran(operator(func), args, kwargs, told, out, autocast.inside.dtype)
+            self._ran(operator(func), args, kwargs, told, out, inside.dtype)
         return out
 
     def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None) -> None:
@@ -272,9 +266,9 @@ class Capture(TorchDispatchMode):
         if threading.get_ident() != self._thread:
             return
         if place is None:
-            self._ran(op, args, kwargs, self._told(args, kwargs), out, autocast.inside.dtype)
+            self._ran(op, args, kwargs, self._told(args, kwargs), out, inside.dtype)
             return
-        known = known_form(place, op, args, kwargs)
+        known, words = known_form(place, op, args, kwargs)
         if known is None:
             self.refuse(_asks(op))
             return
@@ -284,7 +278,7 @@ class Capture(TorchDispatchMode):
         self.written.update(each._handle.name for each in op.operands_written(args, kwargs))
         first = self._number_results(known, out)
         count = 0 if first < 0 else len(known.results)
-        self.events.append(Posted(place, op.name, known.number, first, count, _operands(op, args, kwargs), place.flags()))
+        self.events.append(Posted(place, op.name, known.number, first, count, _operands(known, words), place.flags()))
 
     def _number_results(self, known: Known, out: Any) -> int:
         new = [index for index, told in enumerate(known.results) if told is not None and told[0] == "new"]
@@ -396,6 +390,17 @@ class Capture(TorchDispatchMode):
         key = self._known.get(storage._cdata)
         return key if key is not None and self.locals[key].made and not self.locals[key].weak.expired() else None
 
+    def where(self, ref: Ref) -> tuple[str, int, int]:
+        """Where a tensor at a worker comes from: ("made", number), ("argument", index), ("left", number) or ("kept", name), and
+        ``at``, of an argument from where that begins."""
+        if (number := self.made.get(ref.name)) is not None:
+            return "made", number, ref.at
+        if (index := self.remote_arguments.get(ref.name)) is not None:
+            return "argument", index, ref.at if ref.at == -1 else ref.at - self.offsets[index]
+        if (number := self.made_before.get(ref.name)) is not None:
+            return "left", number, ref.at
+        return "kept", ref.name, ref.at
+
     # -- the end
 
     def returned(self, out: Any) -> Any:
@@ -478,27 +483,10 @@ def _strange(tensor: torch.Tensor) -> str | None:
     return "is quantized, nested, conjugated or negated" if strange else None
 
 
-def _operands(op: Operator, args: Any, kwargs: Any) -> list[Ref | Number]:
-    """The tensors and numbers of a post, in the order of its words."""
-    found: list[Ref | Number] = []
-    for value, number in zip(args, op.numbers):
-        _add_operands(value, number, found)
-    for name, value in kwargs.items():
-        _add_operands(value, name in op.named_numbers, found)
-    return found
-
-
-def _add_operands(value: Any, number: bool, found: list[Ref | Number]) -> None:
-    kind = type(value)
-    if kind is RemoteTensor:
-        found.append(Ref(*value._words))
-    elif kind is float and number:
-        found.append(Number(*_word.unpack(_bits.pack(value))))
-    elif kind is int and number and -(1 << 63) <= value < 1 << 63:
-        found.append(Number(value))
-    elif kind is list or kind is tuple:
-        for each in value:
-            _add_operands(each, number, found)
+def _operands(known: Known, words: list[int]) -> list[Ref | int]:
+    """The tensors and numbers of a post."""
+    left = iter(words)
+    return [Ref(next(left), next(left)) if kind == "w" else next(left) for kind in known.words]
 
 
 def plains(value: Any) -> list[Plain]:
@@ -520,17 +508,6 @@ class _Names:
         self.capture = capture
         self.common = {local.cdata for local in other.locals if local.storage is not None}
 
-    def ref(self, ref: Ref) -> tuple[Any, ...]:
-        capture = self.capture
-        if ref.name in capture.made:
-            return "made", capture.made[ref.name], ref.at
-        if ref.name in capture.remote_arguments:
-            index = capture.remote_arguments[ref.name]
-            return "argument", index, ref.at if ref.at == -1 else ref.at - capture.offsets[index]
-        if ref.name in capture.made_before:
-            return "left", capture.made_before[ref.name], ref.at
-        return "kept", ref.name, ref.at
-
     def value(self, value: Any) -> Any:
         if isinstance(value, Plain):
             local = self.capture.locals[value.key]
@@ -543,7 +520,7 @@ class _Names:
                 what = ("kept", local.cdata) if local.cdata in self.common else ("bytes", local.blob or self)
             return what, value.offset, value.geometry
         if isinstance(value, Ref):
-            return self.ref(value)
+            return self.capture.where(value)
         if isinstance(value, list | tuple):
             return [self.value(each) for each in value]
         if isinstance(value, dict):
@@ -556,7 +533,7 @@ class _Names:
     def tensors(self, event: Event) -> Any:
         """The operands of an operator."""
         if isinstance(event, Posted):
-            return [self.ref(each) for each in event.operands if isinstance(each, Ref)]
+            return [self.capture.where(each) for each in event.operands if isinstance(each, Ref)]
         return self.value(plains([event.args, event.kwargs])) if isinstance(event, Ran) else None
 
 

@@ -135,9 +135,8 @@ def _names(state: Mapping[str, Any]) -> dict[int, str]:
     }
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer) and not all(id(p) in names for p in _parameters(value)):
-            raise ValueError(
-                f"optimizer {key!r} has parameters that no model in the state has: give it, or nn.ParameterList(them)"
-            )
+            why = "has parameters that no model in the state has: give it, or nn.ParameterList(them)"
+            raise ValueError(f"optimizer {key!r} {why}")
     return names
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,23 +29,14 @@ _MADE_HERE = (
 """Factories that resize an empty tensor, or write into its memory."""
 
 
-class _Module:
-    """``torch.remote``. Not available, so that nothing takes it for this process's accelerator."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
+_MODULE = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: False,
+    device_count=lambda: 0,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+)
+"""``torch.remote``. Not available, so that nothing takes it for this process's accelerator."""
 
 
 def device(worker: Any, where: str | torch.device = "cpu") -> torch.device:
@@ -63,7 +55,7 @@ def _enter() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
         raise NotSupported(f"torch has room for one device of others, and {taken!r} is it", hint="wrap() needs none")
-    backend_registration._setup_privateuseone_for_python_backend(DEVICE, _Module())
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE, _MODULE)
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("_to_copy", _to_copy, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")
@@ -87,20 +79,16 @@ def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, mem
 
 
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **rest: Any) -> Any:
-    shape = torch.empty(size, dtype=dtype, memory_format=memory_format, device="meta")
-    return _made(shape.shape, shape.stride(), shape.dtype, device)
+    like = torch.empty(size, dtype=dtype, memory_format=memory_format, device="meta")
+    return _empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
-    return _made(size, stride, dtype or torch.get_default_dtype(), device)
+    place, dtype = place_named(device), dtype or torch.get_default_dtype()
+    if place is None:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+    return make_empty(place, tuple(size), tuple(stride), dtype)
 
 
 def _brought(factory: Any, *args: Any, device: Any = None, pin_memory: Any = None, **rest: Any) -> Any:
     return at_place(run_here(operator(factory), args, rest), place_named(device))
-
-
-def _made(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    place = place_named(device)
-    if place is None:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    return make_empty(place, tuple(size), tuple(stride), dtype)

@@ -69,6 +69,12 @@ def over(buffer: Any, offset: int, geometry: Geometry) -> torch.Tensor:
     return flat.as_strided(geometry.shape, geometry.strides)
 
 
+def at_bytes(storage: Any, offset: int, geometry: Geometry) -> torch.Tensor:
+    """A tensor over a storage of this process: bare numbers at ``offset`` bytes."""
+    found = torch.empty(0, dtype=geometry.dtype, device="cpu")
+    return found.set_(storage, offset // geometry.dtype.itemsize, geometry.shape, geometry.strides)
+
+
 def dressed(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The inverse of ``bare``."""
     if geometry.conj:

@@ -23,10 +23,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..transport import NotSupported
-from . import autocast, observing, ring
-from .capture import Brought, Capture, Crossed, Event, Fetched, Number, Plain, Posted, Ran, Ref, Result, difference, plains
-from .flags import flags_of_gpus
-from .geometry import Geometry, geometry, room
+from . import observing, ring
+from .capture import Brought, Capture, Crossed, Event, Fetched, Plain, Posted, Ran, Ref, Result, difference, plains
+from .flags import flags_of_gpus, run_plain
+from .geometry import at_bytes, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
 from .tensor import RemoteTensor, address_of, wrapper
 from .worker import HEAD_BYTES
@@ -198,9 +198,8 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
             found.append((type(each), repr(each)))
             continue
         if each.requires_grad:
-            raise NotSupported(
-                "an argument of a graphed step must not require grad", hint="detach() it, or make it in the step"
-            )
+            why = "an argument of a graphed step must not require grad"
+            raise NotSupported(why, hint="detach() it, or make it in the step")
         if each.layout is not torch.strided:
             raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}")
         remote, each = type(each) is RemoteTensor, cast(Any, each)
@@ -284,13 +283,6 @@ class Run(NamedTuple):
     crossings: list[Crossed]
 
 
-class Fetching(NamedTuple):
-    """A tensor is copied here: the words that say which."""
-
-    event: Fetched
-    words: list[Word]
-
-
 class Call:
     """A call that is under way: what is given, and what was made so far."""
 
@@ -335,7 +327,7 @@ class Program:
         self._kept: dict[int, Storage] = {}
         self._states: dict[Stream, tuple[Any, ...]] = {}
         self._ends: dict[Stream, tuple[Any, ...]] = {}
-        self._steps: list[Run | Ran | Brought | Fetching] = []
+        self._steps: list[Run | Ran | Brought | Fetched] = []
         self._parts: defaultdict[Stream, Messages] = defaultdict(Messages)
         self._crossings: list[Crossed] = []
         self._watch()
@@ -446,7 +438,7 @@ class Program:
         for index, event in enumerate(events):
             for number in _numbers_made(event):
                 found["made", number] = index
-            for ref in _refs(event):
+            for ref in _refs(event):  # an argument may be what the call before has left
                 if ref.name in capture.made:
                     found["made", capture.made[ref.name]] = index
                 elif ref.name in capture.made_before:
@@ -464,9 +456,7 @@ class Program:
                 kind, *told = state_words(event.state)
                 part.put(kind, told)
             self._ends[stream] = event.state
-            operands = [
-                word for each in event.operands for word in ((each.word,) if isinstance(each, Number) else self._ref(each))
-            ]
+            operands = [word for each in event.operands for word in ([each] if isinstance(each, int) else self._ref(each))]
             part.put(ring.OPERATION, [event.signature, ("made", event.first) if event.first >= 0 else 0, *operands])
             part.operations += 1
         elif isinstance(event, Crossed):
@@ -480,26 +470,22 @@ class Program:
 
     def _ref(self, ref: Ref) -> list[Word]:
         """A tensor at a worker, as words."""
-        capture = self._capture
-        number = capture.made.get(ref.name)
-        if number is not None:
-            return [("brought" if number in self._brought else "made", number), ref.at]
-        index = capture.remote_arguments.get(ref.name)
-        if index is not None:
-            return [("argument", index), -1 if ref.at == -1 else ("at", index, ref.at - capture.offsets[index])]
-        if ref.name in capture.made_before:
-            number = capture.made_before[ref.name]
-            left = self._static.get(number)
-            self._read += self._placed.get(number, ())
-            if left is None:
+        kind, which, at = self._capture.where(ref)
+        if kind == "made":
+            return [("brought" if which in self._brought else "made", which), at]
+        if kind == "argument":
+            return [("argument", which), -1 if at == -1 else ("at", which, at)]
+        if kind == "left":
+            self._read += self._placed.get(which, ())
+            if which not in self._static:
                 raise NotSupported("it reads what the call before has left, and leaves no such thing")
-            return [left, ref.at]
-        if ref.name not in self._kept:
-            storage = capture.storages[ref.name]() if ref.name in capture.storages else None
-            if storage is None:
+            return [self._static[which], at]
+        if which not in self._kept:
+            found = self._capture.storages.get(which)
+            if found is None or (storage := found()) is None:
                 raise NotSupported("it reads a tensor that is gone")
-            self._kept[ref.name] = storage
-        return [ref.name, ref.at]
+            self._kept[which] = storage
+        return [which, at]
 
     def _free(self, keys: list[tuple[str, int]]) -> None:
         """Free tensors at their workers: nothing later needs them."""
@@ -529,7 +515,8 @@ class Program:
 
     def _prepared(self, event: Ran | Brought | Fetched) -> Any:
         if isinstance(event, Fetched):
-            return Fetching(event, self._ref(event.ref))
+            words: Any = self._ref(event.ref)
+            return event._replace(ref=words)
         if isinstance(event, Brought):
             return event._replace(source=self._kept_alive(event.source))
         return event._replace(args=self._kept_alive(event.args), kwargs=self._kept_alive(event.kwargs))
@@ -539,7 +526,7 @@ class Program:
         if isinstance(value, Plain):
             local = self._capture.locals[value.key]
             self._read += self._placed_here.get(local.left, ()) if local.left is not None else ()
-            return value if local.storage is None else _over(local.storage, value.offset, value.geometry)
+            return value if local.storage is None else at_bytes(local.storage, value.offset, value.geometry)
         if isinstance(value, Result):
             if self._ref(value.ref)[0] in self._static.values():
                 raise NotSupported("it returns what the call before has left")
@@ -552,8 +539,7 @@ class Program:
         """Find out behind which step nobody needs a plain storage that the step makes."""
         ends: dict[int, int] = {}
         for index, step in enumerate(self._steps):
-            event = step.event if isinstance(step, Fetching) else step
-            for plain in () if isinstance(event, Run) else plains(tuple(event)):
+            for plain in () if isinstance(step, Run) else plains(tuple(step)):
                 ends[plain.key] = index
         for plain in (*plains(self._results), *(plain for _, plain in self._replaced)):
             ends.pop(plain.key, None)
@@ -591,9 +577,8 @@ class Program:
                 elif isinstance(step, Brought):
                     call.brought[step.made] = step.stream.bring(self._value(step.source, call))[0]
                 else:
-                    event = step.event
-                    name, at = (word if isinstance(word, int) else self._found(word, call) for word in step.words)
-                    call.locals[event.made.key] = event.stream.fetch(name, at, event.meta, event.made.offset)
+                    name, at = (word if isinstance(word, int) else self._found(word, call) for word in step.ref)
+                    call.locals[step.made.key] = step.stream.fetch(name, at, step.meta, step.made.offset)
                 for key in self._dropped.get(index, ()):
                     call.locals.pop(key, None)
             for ref, plain in self._replaced:
@@ -637,7 +622,7 @@ class Program:
 
     def _here(self, event: Ran, call: Call) -> None:
         args, kwargs = self._filled(event.args, call), self._filled(event.kwargs, call)
-        out = autocast.run(event.op.func, args, kwargs, event.autocast)
+        out = run_plain(event.op.func, args, kwargs, event.autocast)
         found = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         for plain, tensor in zip(event.results, found):
             if self._capture.locals[plain.key].made:
@@ -667,7 +652,7 @@ class Program:
         lies = base.shape == plain.geometry.shape and base.stride() == plain.geometry.strides
         if lies and base.dtype is plain.geometry.dtype and base.storage_offset() * base.dtype.itemsize == offset:
             return base
-        return _over(base.untyped_storage(), offset, plain.geometry)
+        return at_bytes(base.untyped_storage(), offset, plain.geometry)
 
     def _returned(self, call: Call) -> list[Any]:
         capture, found = self._capture, list[Any]()
@@ -723,11 +708,6 @@ class Program:
         for ref, plain in self._replaced:
             if (tensor := ref()) is not None:
                 self._capture.lies_over(plain.key, tensor.untyped_storage())
-
-
-def _over(storage: Any, offset: int, geometry: Geometry) -> torch.Tensor:
-    found = torch.empty(0, dtype=geometry.dtype, device="cpu")
-    return found.set_(storage, offset // geometry.dtype.itemsize, geometry.shape, geometry.strides)
 
 
 def _refs(event: Event) -> list[Ref]:

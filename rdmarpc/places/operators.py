@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
@@ -81,7 +84,7 @@ class Operator:
         arguments, returns = schema.arguments, schema.returns
         written: list[int | str] = []
         for position, argument in enumerate(arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if _is_written(argument):
                 written.append(argument.name if argument.kwarg_only else position)
         written += _HIDDEN_WRITES.get(base, ())
         self.written = tuple(written)
@@ -98,7 +101,7 @@ class Operator:
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
         self.kept = func not in _NOT_KEPT
         self.returned = tuple(
-            next((p for p, a in zip(self.written, _written(arguments)) if _same_alias(a, r)), None) for r in returns
+            next((p for p, a in zip(self.written, filter(_is_written, arguments)) if _same_alias(a, r)), None) for r in returns
         )
         """For each result the written operand that it is."""
         self.foreach = bare.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))
@@ -157,13 +160,12 @@ class Operator:
         return found
 
 
-def _written(arguments: Any) -> list[Any]:
-    return [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+def _is_written(value: Any) -> bool:
+    return value.alias_info is not None and value.alias_info.is_write
 
 
 def _same_alias(argument: Any, result: Any) -> bool:
-    info = result.alias_info
-    return info is not None and info.is_write and info.before_set == argument.alias_info.before_set
+    return _is_written(result) and result.alias_info.before_set == argument.alias_info.before_set
 
 
 known_operators: dict[int, Operator] = {}
@@ -176,3 +178,80 @@ def operator(func: OpOverload) -> Operator:
     if found is None:
         found = known_operators[id(func)] = Operator(func)
     return found
+
+
+# -- what runs where the memory is a GPU's
+
+# PyTorch chooses operators for the CPU, which is what the caller's tensors say they lie on. In the place of some runs the
+# function that they were chosen for, so that PyTorch chooses again. Their backward runs that forward once more, because what it
+# would keep differs from device to device.
+
+Tensor = torch.Tensor
+
+
+def at_device(func: Any, device: torch.device) -> Any:
+    """What runs for an operator on this device."""
+    return func if device.type == "cpu" else _CHOSEN.get(func, func)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd, where a stream's thread does without it."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def _gradients(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """The gradients of ``inputs``; zeros where there is none."""
+    with _autograd():
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        given = [(out, grad) for out, grad in zip(function(*leaves), grads) if grad is not None]
+        outs, grads = zip(*given)
+        return torch.autograd.grad(outs, leaves, grads, allow_unused=True, materialize_grads=True)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, *, attn_mask: Any = None, scale: Any = None
+) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, p, causal, scale=scale), q.new_zeros(0, dtype=torch.float32)
+
+
+def _attention_backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """(grad, q, k, v, out, kept, p, causal)"""
+    grad, *inputs, _, _, p, causal = args
+    return _gradients(
+        lambda q, k, v: _attention(q, k, v, p, causal, attn_mask=attn_mask, scale=scale)[:1], tuple(inputs), (grad,)
+    )
+
+
+def _lstm(x: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor, hx: Tensor, cx: Tensor, reverse: bool, biases: bool) -> Any:
+    """One layer in one direction; ``x``: (time, batch, features)."""
+    weights = [w, u, b, c] if biases else [w, u]
+    x = x.flip(0) if reverse else x
+    out, hy, cy = torch.lstm(x, (hx[None], cx[None]), weights, biases, 1, 0.0, True, False, False)
+    return out.flip(0) if reverse else out, hy[0], cy[0]
+
+
+def _rnn_layer(*args: Any) -> Any:
+    """(x, four weights, hx, cx, reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, ...)"""
+    x, w, u, b, c, hx, cx, reverse = args[:8]
+    return *_lstm(x, w, u, b, c, hx, cx, reverse, args[12]), x.new_zeros(0)
+
+
+def _rnn_layer_backward(*args: Any) -> Any:
+    """(x, four weights, hx, cx, out, hy, cy, their gradients, reverse, mode, hidden_size, num_layers, has_biases, ...)"""
+    reverse, biases = args[13], args[17]
+    return _gradients(lambda x, w, u, b, c, hx, cx: _lstm(x, w, u, b, c, hx, cx, reverse, biases), args[:7], args[10:13])
+
+
+_CHOSEN: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten.mkldnn_rnn_layer.default: _rnn_layer,
+    aten.mkldnn_rnn_layer_backward.default: _rnn_layer_backward,
+}

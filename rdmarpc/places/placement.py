@@ -13,15 +13,13 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 _RANK = re.compile(r"rank:(\d+)")
 
 T = TypeVar("T")
+Placement = Mapping[str, str | Sequence[str]]
 Where = tuple[str, str]
 """A worker and a device there."""
 
 
 def resolve(
-    net: nn.Module,
-    placement: Mapping[str, str | Sequence[str]],
-    workers: Sequence[str],
-    ranked: Callable[[int], str] | None = None,
+    net: nn.Module, placement: Placement, workers: Sequence[str], ranked: Callable[[int], str] | None = None
 ) -> dict[str, list[Where]]:
     """The places of each placed module, by path; ranges taken apart. ``a.0-5`` stands for the numbered children 0 to 5 of
     ``a``; "" for the whole model. Places are ``worker``, ``worker/cuda:1`` or ``rank:1/cuda:1``. A list of several has a

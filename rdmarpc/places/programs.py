@@ -7,7 +7,6 @@ one by one as all others are, which finds the error again and says what it was a
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 
 from . import ring
 from .geometry import view
-
-_FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
 
 
 class Program:
@@ -74,16 +71,16 @@ class Program:
 
     def _operation(self, at: int, signature: Any) -> list[str]:
         self._at, self.operations = at + 3, self.operations + 1
-        arguments = [self._argument(argument) for argument in signature.takes]
-        if not all(key.isidentifier() for key, _ in signature.keywords):
+        if not all(map(str.isidentifier, signature.keywords)):
             raise ValueError(f"{signature.name} has arguments that are no names")  # they come from another process
-        keywords = [f"{key}={self._argument(argument)}" for key, argument in signature.keywords]
+        keys = [""] * (len(signature.takes) - len(signature.keywords)) + [f"{key}=" for key in signature.keywords]
+        arguments = [f"{key}{self._argument(argument)}" for key, argument in zip(keys, signature.takes)]
         lines = []
         if signature.grad is not self._grad:
             self._grad = signature.grad
             lines.append(f"{self._bind(torch._C._set_grad_enabled)}({signature.grad})")
         function = getattr(signature.func, "_op", signature.func)  # what an overload calls
-        lines.append(f"r = {self._bind(function)}({', '.join([*arguments, *keywords])})")
+        lines.append(f"r = {self._bind(function)}({', '.join(arguments)})")
         expected, first = signature.expected, self._term(at + 2)
         several = len(expected) != 1
         if not several:
@@ -114,4 +111,4 @@ class Program:
                 return tensor
             return f"view({tensor}, {self._bind(self._metas[value])}, {self._term(at + 1)})"
         self._at += 1
-        return self._bind(_FLOAT.unpack(_WORD.pack(self.words[at]))[0] if kind == "f" else self.words[at])
+        return self._bind(ring.FLOAT.unpack(ring.INT.pack(self.words[at]))[0] if kind == "f" else self.words[at])

@@ -1,4 +1,4 @@
-"""What this process posts, recorded as data (``graph/fragments``): on demand, and the first steps of every wrapped model."""
+"""What this process posts, recorded as data (``graph``): on demand, and the first steps of every wrapped model."""
 
 from __future__ import annotations
 
@@ -21,26 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..calls import agent as _agent
-from ..graph import (
-    ACTIVATION,
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    INPUT,
-    PARAMETER,
-    STEP,
-    Event,
-    Flow,
-    Move,
-    Operand,
-    Operation,
-    Recorded,
-    Transfers,
-    described,
-    steps,
-)
+from ..graph import Event, Flow, Kind, Move, Operand, Operation, Phase, Recorded, Transfers, described, steps
 from ..message.layout import span
-from . import autocast, observing
+from . import observing
+from .flags import inside, run_plain
 from .operators import Operator, operator
 from .stream import Meta, Storage, Stream
 from .tensor import RemoteTensor
@@ -67,7 +51,7 @@ class Recorder:
         self._events: list[Event] = []
         self._kept: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}
-        self._kinds: dict[int, str] = {}
+        self._kinds: dict[int, Kind] = {}
         self._called: dict[int, str] = {}
         """What storages are called: parameters by path, inputs by name, results of modules by that module's path."""
         self._fresh = itertools.count(1)
@@ -78,7 +62,7 @@ class Recorder:
         """By the number of their node in autograd's graph, and one."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[str] = []
-        self._phase, self._stepping = FORWARD, 0
+        self._phase, self._stepping = Phase.FORWARD, 0
         self._hooks = ExitStack()
         if net is not None:
             self._know(net)
@@ -122,7 +106,7 @@ class Recorder:
                 )
         for name, tensor in (*net.named_parameters(), *net.named_buffers()):
             self._called[storage := self._storage(tensor)] = name
-            self._kinds[storage] = PARAMETER
+            self._kinds[storage] = Kind.PARAMETER
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread or _node() is not None:
@@ -131,7 +115,7 @@ class Recorder:
             self._know(module)
         if not torch.compiler.is_compiling():
             self._running.append(self._paths.get(module, self._running[-1] if self._running else ""))
-            self._phase, self._stepping = FORWARD, 0
+            self._phase, self._stepping = Phase.FORWARD, 0
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if threading.get_ident() != self._thread or _node() is not None or not self._running:
@@ -155,20 +139,20 @@ class Recorder:
                     storage = self._storage(parameter.grad)
                     self._called.setdefault(storage, self._called.get(self._storage(parameter), ""))
                     if storage not in self._made:
-                        self._kinds[storage] = GRADIENT
+                        self._kinds[storage] = Kind.GRADIENT
 
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == self._thread:
             self._stepping = max(0, self._stepping - 1)
 
-    def _now(self) -> str:
+    def _now(self) -> Phase:
         """The phase."""
         if _node() is not None:
-            self._phase = BACKWARD
+            self._phase = Phase.BACKWARD
         elif torch.is_grad_enabled():
-            self._phase = FORWARD
-        elif self._stepping or self._phase == BACKWARD:
-            self._phase = STEP
+            self._phase = Phase.FORWARD
+        elif self._stepping or self._phase == Phase.BACKWARD:
+            self._phase = Phase.STEP
         return self._phase
 
     def _path(self) -> str:
@@ -202,11 +186,11 @@ class Recorder:
         path, phase = self._path(), self._now()
         for result in results:
             self._made.setdefault(result.storage, phase)
-        if phase == BACKWARD and op.name == "aten::add.Tensor":
+        if phase == Phase.BACKWARD and op.name == "aten::add.Tensor":
             self._name_sum({operand.storage for operand in operands})
         event = Operation(self._here if place is None else repr(place), op.name, operands, positions, results, phase, path)
         self._events.append(event)
-        if phase == FORWARD and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if phase == Phase.FORWARD and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             self._nodes[_sequence()] = Ran(path, str(event))
 
     def brought(self, target: Stream, tensor: torch.Tensor, made: Storage) -> None:
@@ -236,7 +220,7 @@ class Recorder:
             return
         phase, storage = self._now(), operand.storage
         name = self._called.get(storage, "")
-        if not name and (self._made.get(storage) == BACKWARD or self._kinds.get(storage) == GRADIENT):
+        if not name and (self._made.get(storage) == Phase.BACKWARD or self._kinds.get(storage) == Kind.GRADIENT):
             name = self._called[storage] = self._gradient_of()
         self._made[made] = self._made.get(storage, "")
         self._events.append(
@@ -261,7 +245,7 @@ class Recorder:
             move = self._events[at]
             if not isinstance(move, Move):
                 break
-            if move.made in summed and self._made.get(move.operand.storage) == BACKWARD:
+            if move.made in summed and self._made.get(move.operand.storage) == Phase.BACKWARD:
                 self._called[move.operand.storage] = name = names.pop() if len(names) == 1 else ""
                 self._events[at] = dataclasses.replace(move, name=name)
 
@@ -271,20 +255,20 @@ class Recorder:
             return
         parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         if parameter or (type(tensor) is RemoteTensor and tensor._handle.anchor):
-            self._kinds[storage] = PARAMETER
+            self._kinds[storage] = Kind.PARAMETER
         elif tensor.grad_fn is not None:
-            self._kinds[storage] = ACTIVATION
+            self._kinds[storage] = Kind.ACTIVATION
         elif _node() is not None and tensor.is_floating_point() and storage not in self._called:
-            self._kinds[storage] = GRADIENT
+            self._kinds[storage] = Kind.GRADIENT
         else:
-            self._kinds[storage] = INPUT
+            self._kinds[storage] = Kind.INPUT
 
     def _maker(self, tensor: torch.Tensor) -> str:
         """In words, the operation that made a plain tensor, as far as autograd knows."""
         base = tensor if tensor._base is None else tensor._base
         node, backward = base.grad_fn, _node()
         if node is None:
-            made_here = backward is not None and self._kinds[self._storage(tensor)] == GRADIENT
+            made_here = backward is not None and self._kinds[self._storage(tensor)] == Kind.GRADIENT
             return "a backward here" if made_here else ""
         operation = type(node).__name__.partition("Backward")[0].lower()
         known = self._nodes.get(node._sequence_nr() + 1)
@@ -332,7 +316,7 @@ class _Here(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each is not RemoteTensor for each in types):
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
-        out = autocast.run(func, args, kwargs or {}, autocast.inside.dtype)
+        out = run_plain(func, args, kwargs or {}, inside.dtype)
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
         return out

@@ -1,5 +1,6 @@
 """Names of torch that are replaced while tensors lie at workers: what passes by ``__torch_dispatch__``, and would read memory
-that is not here, or compute something else. With plain tensors each does what torch's own does."""
+that is not here, or compute something else. With plain tensors each does what torch's own does. And such tensors as arguments
+and results of calls."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..message.serialize import Message, register_reducer
 from ..transport import NotSupported
+from .geometry import Geometry, view
 from .names import DEVICE
-from .tensor import RemoteTensor
+from .runners import running
+from .tensor import RemoteTensor, at_place
 from .wrap import exchange
 
 
@@ -71,10 +75,8 @@ def _checked_lists(torchs: Callable[..., Any]) -> Callable[..., Any]:
         if not any(type(each) is RemoteTensor for each in operands) and any(
             type(each) is RemoteTensor for each in tree_leaves(operands)
         ):
-            raise NotSupported(
-                f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers",
-                hint="give it plain tensors, or such ones, alone",
-            )
+            why = f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers"
+            raise NotSupported(why, hint="give it plain tensors, or such ones, alone")
         return torchs(*args, **kwargs)
 
     return collective
@@ -170,3 +172,27 @@ if dist.is_available():
     for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):
         for _module in (dist, dist.distributed_c10d):
             setattr(_module, _name, _checked_lists(getattr(_module, _name)))
+
+
+# -- as arguments and results of calls
+
+
+def _reduce(value: RemoteTensor, message: Message) -> Any:
+    """What lies at the receiver does not cross: it arrives there as a copy of what it is there. Anything else comes here
+    first."""
+    stream = value._handle.stream
+    if message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
+        found = at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
+        return message.in_parts(value, message.reduce(found))
+    stream.synchronize()
+    where = stream.key, *value._words, value._meta.geometry.plain(), value.requires_grad
+    return message.in_parts(value, (lying, where))
+
+
+def lying(key: str, name: int, at: int, geometry: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
+    """A copy of a tensor that lies here, in the memory that the stream ``key`` of the sender has names for."""
+    found = running(key).values[name]
+    return (found if at == -1 else view(found, Geometry.of_plain(geometry), at)).clone().requires_grad_(requires_grad)
+
+
+register_reducer(RemoteTensor, _reduce)

@@ -1,4 +1,5 @@
-"""A command stream's ring: 64-bit words in the worker's registered memory, written one-sidedly by the caller.
+"""A command stream's ring: 64-bit words in the worker's registered memory, written one-sidedly by the caller; and what of its
+messages is no number, as bytes.
 
 The caller composes words in a local mirror and writes each batch through (``transport.Window``), with one notification a batch.
 
@@ -22,13 +23,18 @@ reader has run a message, and holds nothing of it, before its words count in ``D
 
 from __future__ import annotations
 
+import importlib
+import io
+import pickle
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
-from ..transport import Channel, RemoteRegion, TransferTimeout, Window, kernels
+from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, Window, kernels
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
@@ -36,6 +42,8 @@ OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, 
 PROGRAM, REPLAY, RENAME, AHEAD = _REST
 """Kinds of messages; ``worker.py`` says what each is made of."""
 WORD = 8
+FLOAT, INT = struct.Struct("<d"), struct.Struct("<q")
+"""A word as what it stands for."""
 _PART = RING_WORDS // 4
 _GOES_ON, _MORE = 1 << 32, 1 << 33
 """With the number of words of a batch: the batch before goes on here, and it goes on in the next one."""
@@ -181,3 +189,75 @@ class RingReader:
             return []
         whole, self._parts = self._parts, []
         return whole
+
+
+# -- signatures, constants and errors as bytes: numbers, texts and tuples of them, so that reading them runs nothing
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _NoNames(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a signature")
+
+
+def dump(value: Any) -> bytes:
+    return pickle.dumps(value, 5)
+
+
+def loads(blob: bytes) -> Any:
+    return _NoNames(io.BytesIO(blob)).load()
+
+
+def encode(value: Any) -> Any:
+    """A constant argument of an operator. ``TypeError`` for what is none."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list | tuple):
+        return ("list", [encode(each) for each in value])
+    if isinstance(value, complex):
+        return ("complex", value.real, value.imag)
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return ("torch", str(value)[6:])
+    if isinstance(value, torch.device):
+        return ("device", str(value))
+    if isinstance(value, bool | int | float):
+        return type(value).__mro__[1](value)
+    raise TypeError(f"a {type(value).__name__} is no constant that an operator at a worker can take")
+
+
+def decode(told: Any) -> Any:
+    if type(told) is not tuple:
+        return told
+    kind, *rest = told
+    if kind == "list":
+        return [decode(each) for each in rest[0]]
+    if kind == "complex":
+        return complex(*rest)
+    return torch.device(rest[0]) if kind == "device" else getattr(torch, rest[0])
+
+
+def dump_error(error: BaseException, position: int) -> bytes:
+    """An error with the words' position at which it happened."""
+    kind = type(error)
+    about: dict[str, Any]
+    if isinstance(error, RdmaError):
+        text, about = error.message, {"peer": error.peer, "device": error.device, "status": error.status, "hint": error.hint}
+    else:
+        text, about = str(error), {"errno": error.errno} if isinstance(error, OSError) else {}
+    return dump((kind.__module__, kind.__qualname__, text, about, position))
+
+
+def load_error(blob: bytes) -> tuple[BaseException, int]:
+    """The error again: of its class where that is one of Python's or torch's, else a ``RuntimeError`` with its text."""
+    module, name, text, about, position = loads(blob)
+    if module == "builtins" or module.partition(".")[0] in ("torch", "rdmarpc"):
+        with suppress(ImportError, AttributeError, TypeError):
+            kind = getattr(importlib.import_module(module), name)
+            if issubclass(kind, Exception):
+                number = about.pop("errno", None)
+                found = kind(text, **about)
+                if number is not None:
+                    found.errno = number
+                return found, position
+    return RuntimeError(f"{name}: {text}"), position

@@ -13,7 +13,6 @@ import itertools
 import logging
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
@@ -31,9 +30,9 @@ from ..calls import agent as _agent
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from . import observing, ring, runners
 from .flags import flags, flags_of_gpus, precisions
-from .geometry import Geometry, bare, dressed, geometry, room
+from .geometry import Geometry, at_bytes, bare, dressed, geometry, room
 from .operators import Operator
-from .plain import dump, encode, load_error, loads
+from .ring import INT, dump, encode, load_error, loads
 from .worker import ENDED, HEAD_BYTES, REPLY_BYTES, Derived, Landing, raw
 
 _log = logging.getLogger("rdmarpc")
@@ -45,7 +44,6 @@ _frame = sys._getframe
 INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
-_WORD = struct.Struct("<q")
 names = itertools.count(1)
 """Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
 _LOCK_S = 0.2
@@ -150,12 +148,13 @@ class Region:
     def __init__(self, number: int, nbytes: int, landing: Landing | None) -> None:
         self.number, self.nbytes, self.landing = number, nbytes, landing
         self._free = [(0, nbytes)]
-        self._freed: deque[tuple[int, int, int]] = deque()
+        self.freed: deque[tuple[int, int, int]] = deque()
+        """Places that are not free yet, but will be."""
 
     def take(self, nbytes: int, done: int) -> int | None:
         """The offset of a free place; ``None``: there is none as long as the worker has run ``done`` words."""
-        while self._freed and self._freed[0][0] <= done:
-            self._give(*self._freed.popleft()[1:])
+        while self.freed and self.freed[0][0] <= done:
+            self._give(*self.freed.popleft()[1:])
         for index, (offset, free) in enumerate(self._free):
             if free >= nbytes:
                 if free == nbytes:
@@ -167,12 +166,7 @@ class Region:
 
     def free(self, position: int, offset: int, nbytes: int) -> None:
         """The place is free once the worker has run up to ``position``."""
-        self._freed.append((position, offset, nbytes))
-
-    @property
-    def coming(self) -> bool:
-        """Whether places will be free that are not yet."""
-        return bool(self._freed)
+        self.freed.append((position, offset, nbytes))
 
     def _give(self, offset: int, nbytes: int) -> None:
         free = self._free
@@ -192,15 +186,16 @@ def state_words(state: tuple[Any, ...]) -> list[int]:
 
 class Known:
     """What an operator gives for operands of one form: its number at the worker, and how each result is made (``tensor.py``).
-    ``kind``, and ``result`` of a single one, are for the most frequent cases."""
+    ``words``: what those of a post are (``worker.kinds``). ``kind``, and ``result`` of a single one, are for the most frequent
+    cases."""
 
-    __slots__ = ("kind", "number", "result", "results", "single")
+    __slots__ = ("kind", "number", "result", "results", "single", "words")
     results: list[Any]
     result: tuple[Any, ...]
     single: bool
 
-    def __init__(self, number: int, kind: int) -> None:
-        self.number, self.kind = number, kind
+    def __init__(self, number: int, kind: int, words: list[str]) -> None:
+        self.number, self.kind, self.words = number, kind, words
 
 
 class Stream:
@@ -315,17 +310,16 @@ class Stream:
         owed: list[int] = []
         names, places, taken = [ring.FREE], [], []
         try:
-            with contextlib.suppress(IndexError):
-                while True:
-                    dead = self.dead.popleft()
-                    taken.append(dead)
-                    if isinstance(dead, tuple):
-                        names.append(dead[0])
-                        places.append(dead[1])
-                    elif isinstance(dead, list):
-                        owed += dead
-                    else:
-                        names.append(dead)
+            while self.dead:  # only who has the lock takes from it
+                dead = self.dead.popleft()
+                taken.append(dead)
+                if isinstance(dead, tuple):
+                    names.append(dead[0])
+                    places.append(dead[1])
+                elif isinstance(dead, list):
+                    owed += dead
+                else:
+                    names.append(dead)
             names[0] |= len(names) << 8
             self._ring.write([*owed, *words, *names] if len(names) > 1 else [*owed, *words])
         except BaseException:
@@ -368,9 +362,10 @@ class Stream:
         self.post([ring.FORGET])
         self.known.clear()
 
-    def tell_signature(self, op: Operator, takes: list[Any], keywords: list[Any]) -> int:
+    def tell_signature(self, op: Operator, takes: list[Any], keywords: Iterable[str]) -> int:
+        """``keywords``: the names of the last of ``takes``."""
         number = next(self.numbers)
-        told = op.name, takes, keywords, torch.is_grad_enabled(), precisions() if op.precise else None
+        told = op.name, takes, list(keywords), torch.is_grad_enabled(), precisions() if op.precise else None
         self.post([ring.SIGNATURE, number, *ring.as_words(dump(told))])
         return number
 
@@ -397,7 +392,7 @@ class Stream:
         begin = time.monotonic_ns() if observing.line is not None else 0
         while True:
             self._await_answer()
-            answered = _WORD.unpack_from(self._reply, 0)[0]
+            answered = INT.unpack_from(self._reply, 0)[0]
             if answered == ENDED:
                 error, _ = load_error(self._replied()[1])
                 self.closed = self.link.why(error) if isinstance(error, PeerLost) else error
@@ -413,7 +408,7 @@ class Stream:
 
     def _replied(self) -> tuple[str, Any]:
         """What the worker has written last."""
-        return loads(bytes(self._reply[16 : 16 + _WORD.unpack_from(self._reply, 8)[0]]))
+        return loads(bytes(self._reply[16 : 16 + INT.unpack_from(self._reply, 8)[0]]))
 
     def _await_answer(self) -> None:
         seen, since = self._ring.done, time.monotonic()
@@ -498,7 +493,7 @@ class Stream:
             if self.urgent:  # what has died, places among it: not looked through, for finalisers add to it meanwhile
                 self.synchronize()
                 continue
-            if sum(region.nbytes for region in regions) >= 4 * _REGION_BYTES and any(region.coming for region in regions):
+            if sum(region.nbytes for region in regions) >= 4 * _REGION_BYTES and any(region.freed for region in regions):
                 self.synchronize()
                 continue
             regions.append(self._new_region(source, max(nbytes, _REGION_BYTES, *(2 * r.nbytes for r in regions), 0)))
@@ -529,10 +524,7 @@ class Stream:
             memory = self.channel.empty(nbytes, dtype=torch.uint8)
             descriptor = ring.as_words(self.channel.device.export(memory))
             self.question([ring.FETCH, name, at, number, 0, shift, *descriptor], 4)
-        found = torch.empty(0, dtype=shape.dtype, device="cpu")
-        found.set_(
-            memory.untyped_storage(), (memory.storage_offset() + shift) // shape.dtype.itemsize, shape.shape, shape.strides
-        )
+        found = at_bytes(memory.untyped_storage(), int(memory.storage_offset()) + shift, shape)
         for each in observing.observers:
             each.fetched(self, name, at, meta, found)
         return dressed(found, shape)
@@ -547,16 +539,8 @@ class Stream:
             for region in [each for regions in self._regions.values() for each in regions]:
                 region.landing = None
             self._regions.clear()
-            del (
-                self._ring,
-                self._answers,
-                self._reply,
-                self._reply_memory,
-                self._done_memory,
-                self.agent,
-                self.channel,
-                self.link,
-            )
+            del self._ring, self._answers, self._reply, self._reply_memory, self._done_memory
+            del self.agent, self.channel, self.link
             gone = f"RPC was shut down: what lay at worker {self.worker} is gone (bring tensors home with .cpu() before)"
             self.closed = self.closed or RuntimeError(gone)
 
@@ -633,11 +617,7 @@ def close_streams() -> None:
     ran.clear()
 
 
-def _explain() -> list[str]:
-    return [stream.explain() for stream in streams()]
-
-
-here.explained.append(_explain)
+here.explained.append(lambda: [stream.explain() for stream in streams()])
 
 
 def _forget() -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,15 +33,15 @@ from torch.utils._pytree import tree_map_only
 
 from ..base import here
 from ..transport import NotSupported
-from . import autocast, observing, ring
-from .flags import precisions
+from . import observing, ring
+from .flags import inside, precisions, run_plain
 from .geometry import Geometry, geometry
 from .geometry import view as view_of
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, operator
-from .plain import decode, encode
+from .ring import FLOAT, INT, decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
-from .worker import raw
+from .worker import kinds, raw
 
 _make = torch.Tensor._make_wrapper_subclass
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
@@ -52,7 +51,6 @@ _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _modes = torch._C._len_torch_dispatch_stack
-_bits, _word = struct.Struct("<d"), struct.Struct("<q")
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _TOGETHER = 1 << 11
@@ -66,6 +64,13 @@ OWN = ("_handle", "_meta", "_offset", "_words")
 
 
 _data: Any = torch.Tensor.data
+
+
+def _refused(why: str) -> Any:
+    def refuse(tensor: RemoteTensor, *args: Any, **options: Any) -> Any:
+        raise NotSupported(f"a tensor that lies at a worker {why}", hint=".cpu() brings a copy home")
+
+    return refuse
 
 
 class RemoteTensor(torch.Tensor):
@@ -131,19 +136,19 @@ class RemoteTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a tensor of the CPU: a file knows no workers. Tensors over one storage have one there, too."""
-        found = _with_storage(self).requires_grad_(self.requires_grad)
-        found = torch.nn.Parameter(found, self.requires_grad) if getattr(self, "_is_param", False) else found
+        found = self._like(_with_storage(self))
         found.__dict__.update({name: value for name, value in self.__dict__.items() if name not in (*OWN, "_is_param")})
         return found.__reduce_ex__(protocol)
 
+    def _like(self, made: torch.Tensor) -> torch.Tensor:
+        """A parameter, if this is one, which requires grad if this does."""
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(made, self.requires_grad)
+        return made.requires_grad_(self.requires_grad)
+
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
-        made = self.data
-        made = (
-            torch.nn.Parameter(made, self.requires_grad)
-            if getattr(self, "_is_param", False)
-            else made.requires_grad_(self.requires_grad)
-        )
+        made = self._like(self.data)
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
         return made
 
@@ -209,24 +214,12 @@ class RemoteTensor(torch.Tensor):
         """A gradient for what torch has compiled to run here is a copy here."""
         return at_place(self.detach(), None) if kind is torch.Tensor else None
 
-    def __dlpack__(self, **options: Any) -> Any:
-        raise NotSupported(
-            "a tensor that lies at a worker is not shared with other libraries", hint=".cpu() brings a copy home"
-        )
-
-    def share_memory_(self) -> Any:
-        raise NotSupported("a tensor that lies at a worker is not shared with processes here", hint=".cpu() brings a copy home")
-
-    def pin_memory(self, device: Any = None) -> Any:
-        raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
+    __dlpack__ = _refused("is not shared with other libraries")
+    share_memory_ = _refused("is not shared with processes here")
+    pin_memory = storage = _typed_storage = _refused("has no memory here")
 
     def as_subclass(self, cls: Any) -> Any:
         raise NotSupported(f"a tensor that lies at a worker cannot be a {cls.__name__}", hint=".cpu() brings a copy home")
-
-    def storage(self) -> Any:
-        raise NotSupported("a tensor that lies at a worker has no memory here", hint=".cpu() brings a copy home")
-
-    _typed_storage = storage
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
@@ -383,7 +376,7 @@ def at_place(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
     found = None if copies is None else copies.get(key)
     if found is None:
         with _unseen():
-            found = _home(tensor) if place is None else _crossed(tensor, place)
+            found = _moved(tensor, place)
         if observing.capture:
             observing.copied.append(handle)
         if handle.copies is None:
@@ -405,17 +398,12 @@ def _bring(tensor: torch.Tensor, place: Stream) -> torch.Tensor:
     return wrapper(*place.bring(tensor), 0, -1)
 
 
-def _home(tensor: RemoteTensor) -> torch.Tensor:
-    if tensor._meta.geometry.layout is not _STRIDED:
-        return _rebuilt(tensor, lambda part: at_place(part, None))
+def _moved(tensor: RemoteTensor, place: Stream | None) -> torch.Tensor:
     handle, meta = tensor._handle, tensor._meta
-    return handle.stream.fetch(handle.name, tensor._at, meta, address_of(tensor))
-
-
-def _crossed(tensor: RemoteTensor, place: Stream) -> torch.Tensor:
-    if tensor._meta.geometry.layout is not _STRIDED:
+    if not meta.strided:
         return _rebuilt(tensor, lambda part: at_place(part, place))
-    handle, meta = tensor._handle, tensor._meta
+    if place is None:
+        return handle.stream.fetch(handle.name, tensor._at, meta, address_of(tensor))
     if handle.stream.worker == place.worker:
         return _bring(at_place(tensor, None), place)
     return wrapper(cross(handle.stream, place, handle, tensor._at, meta, address_of(tensor)), meta, 0, -1)
@@ -642,7 +630,7 @@ def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on plain tensors, as a part of one on remote ones."""
-    out = autocast.run(op.func, args, kwargs, autocast.inside.dtype)
+    out = run_plain(op.func, args, kwargs, inside.dtype)
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out
@@ -702,10 +690,11 @@ def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: An
     return form, words, place
 
 
-def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
-    """What is known of a call that was just posted. ``None``: it is asked for what comes out each time."""
-    known = place.known.get(_key(_form(op, args, kwargs, place)[0], place.flags()))
-    return None if known is None or known.kind == _ASKED else known
+def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Known | None, list[int]]:
+    """What is known of a call that was just posted (``None``: it is asked for what comes out each time), and its words."""
+    form, words, _ = _form(op, args, kwargs, place)
+    known = place.known.get(_key(form, place.flags()))
+    return None if known is None or known.kind == _ASKED else known, words[3:]
 
 
 def _key(form: list[Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -763,9 +752,9 @@ def _scan(value: Any, form: list[Any], words: list[int], number: bool, place: An
     if kind is float:
         if number:
             form.append(float)
-            words += _word.unpack(_bits.pack(value))
+            words += INT.unpack(FLOAT.pack(value))
         else:
-            form += (kind, _bits.pack(value))
+            form += (kind, FLOAT.pack(value))
     elif kind is int and number and -(1 << 63) <= value < 1 << 63:
         form.append(int)
         words.append(value)
@@ -807,12 +796,12 @@ def _ask(
     if known is None:
         try:
             takes = [_takes(value, place, number) for value, number in zip(args, op.numbers)]
-            keywords = [(name, _takes(value, place, name in op.named_numbers)) for name, value in kwargs.items()]
+            takes += [_takes(value, place, name in op.named_numbers) for name, value in kwargs.items()]
         except TypeError:  # an object of this process, such as weights that were packed
             return _mixed(op, args, kwargs, tensors, here=True)
         if len(place.known) >= _FORMS:
             place.forget_forms()
-        known = Known(place.tell_signature(op, takes, keywords), _ASKED)
+        known = Known(place.tell_signature(op, takes, kwargs), _ASKED, list(kinds(takes)))
     base = next(names) << 20
     known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
     place.known[form] = known

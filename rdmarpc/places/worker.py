@@ -35,10 +35,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,14 +47,12 @@ from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, Remo
 from . import observing, ring
 from .flags import at_precisions, set_flags
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
-from .gpus import at_device
-from .operators import RESIZED, operator
-from .plain import decode, dump_error, encode, loads
+from .operators import RESIZED, at_device, operator
 from .programs import Program
+from .ring import FLOAT, INT, decode, dump_error, encode, loads
 from .scoreboard import Entry, Scoreboard
 
 REPLY_BYTES = 1 << 16
-_FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
 HEAD_BYTES = 64
 _FINE, _VOID = 0, 1
 _END_S = 5.0
@@ -87,24 +84,30 @@ class Void:
 
 
 class Signature:
-    """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are.
+    """An operator with the geometry of its operands, ready to run. ``takes`` says of each argument what its words are, of
+    the last ones also their ``keywords``; ``names``: which words are names.
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
     for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for.
     ``writes``: whether it writes an operand. ``identity``: whether operands that are one tensor have to be one object (``out=``
     may be one). ``in_arena``: whether its result is made where an adapter can send it from."""
 
-    __slots__ = ("expected", "func", "grad", "identity", "in_arena", "keywords", "name", "takes", "writes")
+    __slots__ = ("expected", "func", "grad", "identity", "in_arena", "keywords", "name", "names", "takes", "writes")
 
     def __init__(self, told: tuple[Any, ...], device: torch.device) -> None:
-        self.name, takes, keywords, self.grad, precisions = told
+        self.name, takes, self.keywords, self.grad, precisions = told
         overload = _overload(self.name)
         rules = operator(overload)
         self.func, self.writes = at_device(overload, device), bool(rules.written)
         if precisions is not None:
             self.func = at_precisions(self.func, precisions)
         self.takes = [_taken(each, device) for each in takes]
-        self.keywords = [(key, _taken(each, device)) for key, each in keywords]
-        self.identity = rules.identity or any(kind == "w" for _, (kind, _) in self.keywords)
+        self.names, words = [], 0
+        for kind in kinds(self.takes):
+            if kind == "w":
+                self.names.append(words)
+            words += 2 if kind == "w" else 1
+        by_name = self.takes[len(takes) - len(self.keywords) :]
+        self.identity = rules.identity or any(kind == "w" for kind, _ in by_name)
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
         self.in_arena = False
 
@@ -151,9 +154,8 @@ def _overload(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
     except AttributeError:
-        raise NotSupported(
-            f"this worker has no operator {name}", hint="import what registers it in the worker's program"
-        ) from None
+        hint = "import what registers it in the worker's program"
+        raise NotSupported(f"this worker has no operator {name}", hint=hint) from None
 
 
 def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
@@ -339,7 +341,7 @@ class Runner:
             found = self.signatures.get(words[at + 1])
             if found is None:
                 return False
-            reads, writes = [name >> 20 for name in self._names(found, words, at + 3)], [words[at + 2] >> 20]
+            reads, writes = [words[at + 3 + name] >> 20 for name in found.names], [words[at + 2] >> 20]
             if found.writes:
                 reads, writes = [], writes + reads
         elif kind == ring.SEND:
@@ -417,13 +419,10 @@ class Runner:
     def explain(self) -> str:
         """What the stream does at this moment. Any thread may ask; it is not kept from going on."""
         words, at = self._batch, self._at
+        now = f"waits for {self.channel.peer} to post"
         try:
-            awaited = bool(words) and words[at] & 255 == ring.LAND
-            now = (
-                f"{'waits for' if awaited else 'at'} {self._told_as(words, at)}"
-                if words
-                else f"waits for {self.channel.peer} to post"
-            )
+            if words:
+                now = f"{'waits for' if words[at] & 255 == ring.LAND else 'at'} {self._told_as(words, at)}"
         except (IndexError, KeyError):
             now = "between two operations"
         state = "has ended" if self.stopped else now if self.void is None else "stands still until its error is asked for"
@@ -435,7 +434,7 @@ class Runner:
         run = self._board.oldest.start if self._board else self.ring.read
         if self._told != run:
             self._told, self._told_at = run, time.monotonic()
-            _WORD.pack_into(self._done, 0, self._told)
+            INT.pack_into(self._done, 0, self._told)
             self._done_window.put(0, 8)
 
     def _answer(self, question: int, value: Any) -> None:
@@ -443,8 +442,8 @@ class Runner:
         if len(blob) > REPLY_BYTES - 16:
             self.large[question] = blob
             blob = pickle.dumps(("large", None), 5)
-        _WORD.pack_into(self._reply, 0, question)
-        _WORD.pack_into(self._reply, 8, len(blob))
+        INT.pack_into(self._reply, 0, question)
+        INT.pack_into(self._reply, 8, len(blob))
         self._reply[16 : 16 + len(blob)] = blob
         self._tell()
         self._reply_window.put(0, 16 + len(blob))
@@ -481,18 +480,17 @@ class Runner:
             elif kind == "c":
                 arguments.append(value)
             elif kind == "f":
-                arguments.append(_FLOAT.unpack(_WORD.pack(words[at]))[0])
+                arguments.append(FLOAT.unpack(INT.pack(words[at]))[0])
                 at += 1
             else:
                 found, at = self._argument(kind, value, words, at)
                 arguments.append(found)
-        keywords: dict[str, Any] = {}
-        for key, (kind, value) in signature.keywords:
-            keywords[key], at = self._argument(kind, value, words, at)
         if signature.identity:
-            keywords = {key: _first_same(arguments, each) for key, each in keywords.items()}
             arguments = [_first_same(arguments, each) for each in arguments]
-        return signature.func(*arguments, **keywords)
+        if signature.keywords:
+            positional = len(arguments) - len(signature.keywords)
+            return signature.func(*arguments[:positional], **dict(zip(signature.keywords, arguments[positional:])))
+        return signature.func(*arguments)
 
     def _argument(self, kind: str, value: Any, words: list[int], at: int) -> tuple[Any, int]:
         if kind == "c":
@@ -500,7 +498,7 @@ class Runner:
         if kind == "w":
             return self._tensor(words[at], words[at + 1], value), at + 2
         if kind == "f":
-            return _FLOAT.unpack(_WORD.pack(words[at]))[0], at + 1
+            return FLOAT.unpack(INT.pack(words[at]))[0], at + 1
         if kind == "i":
             return words[at], at + 1
         found = []
@@ -574,15 +572,8 @@ class Runner:
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
         """(name, tensor as it was made) of all operands that are not void."""
-        found = [(name, self.values.get(name)) for name in self._names(signature, words, at)]
+        found = [(words[at + name], self.values.get(words[at + name])) for name in signature.names]
         return [(name, tensor) for name, tensor in found if isinstance(tensor, torch.Tensor)]
-
-    def _names(self, signature: Signature, words: list[int], at: int) -> list[int]:
-        """The names of all operands, with their words from ``at`` on."""
-        found: list[int] = []
-        for argument in (*signature.takes, *(each for _, each in signature.keywords)):
-            at = _add_names(argument, words, at, found)
-        return found
 
     def _describe(self, signature: Signature, name: int, result: Any, operands: list[tuple[int, torch.Tensor]]) -> list[Any]:
         """Name what came out of an ASK and say what it is: whether it is one result and not a sequence, then for each result
@@ -756,17 +747,13 @@ class Runner:
         self._answer_with(question, fetched)
 
 
-def _add_names(argument: tuple[str, Any], words: list[int], at: int, found: list[int]) -> int:
-    """Add the names of an argument whose words begin at ``at``; returns where those of the next one begin."""
-    kind, value = argument
-    if kind == "w":
-        found.append(words[at])
-        return at + 2
-    if kind == "l":
-        for each in value:
-            at = _add_names(each, words, at, found)
-        return at
-    return at if kind == "c" else at + 1
+def kinds(arguments: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Of arguments that have words: "w" for a name and an offset, "f" and "i" for a number."""
+    for kind, value in arguments:
+        if kind == "l":
+            yield from kinds(value)
+        elif kind != "c":
+            yield kind
 
 
 def _first_same(arguments: list[Any], value: Any) -> Any:

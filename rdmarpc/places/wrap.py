@@ -80,14 +80,11 @@ class Extension(nn.Module):
 
     _original: type[nn.Module]
 
-    def _class(self) -> type[nn.Module]:
-        return self._original
-
     def _become(self, kind: type[nn.Module]) -> None:
         """As a parametrization does."""
         extend(self, kind, type(self).__bases__[0])
 
-    __class__ = property(_class, _become)
+    __class__ = property(lambda self: self._original, _become)
 
 
 Extended = TypeVar("Extended", bound=Extension)
@@ -188,9 +185,8 @@ class WrappedModel(Extension):
         ``NotSupported`` where there was no checkpoint."""
         placed, agent = self._placement, _agent.current()
         if placed.saved is None:
-            raise NotSupported(
-                "there is no checkpoint of this model", hint="call rdmarpc.save_checkpoint() in the training loop"
-            )
+            why = "there is no checkpoint of this model"
+            raise NotSupported(why, hint="call rdmarpc.save_checkpoint() in the training loop")
         if lost not in placed.workers or (successor != lost and successor in placed.workers):
             raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one without")
         if successor not in agent.worker_names():
@@ -265,9 +261,8 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
     for shards in zip(*columns):
         if all(isinstance(each, torch.Tensor) and each.dim() > 0 for each in shards):
             if [len(each) for each in shards] != sizes:
-                raise NotSupported(
-                    "a part with replicas gave a result that is no batch: its first dimension is not that of its input"
-                )
+                why = "its first dimension is not that of its input"
+                raise NotSupported(f"a part with replicas gave a result that is no batch: {why}")
             leaves.append(torch.cat(shards))
         elif any(isinstance(each, torch.Tensor) for each in shards):
             raise NotSupported("a part with replicas gave a result that is no batch: it has no dimensions")
@@ -376,10 +371,9 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
             _swap(tensor, tensor.data)
     others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
     if others > 0 and moves:
-        raise NotSupported(
-            f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model",
-            hint="drop views of parameters, and graphs of earlier forwards, before wrap; or clone() what stays",
-        )
+        why = f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model"
+        hint = "drop views of parameters, and graphs of earlier forwards, before wrap; or clone() what stays"
+        raise NotSupported(why, hint=hint)
     groups: list[Sharing] = []
     end = -1
     for tensor, where in sorted(sharing, key=lambda each: each[0].storage_offset() * each[0].itemsize):
@@ -406,10 +400,8 @@ def move_tensors(tensors: list[torch.Tensor], place: Stream, done: list[tuple[to
 
 
 def _of_an_earlier_place(grads: Any) -> None:
-    raise NotSupported(
-        "a backward of a forward that ran before its parameters were moved: they are not there any more",
-        hint="call wrap, replace and close between a backward and the next forward",
-    )
+    why = "a backward of a forward that ran before its parameters were moved: they are not there any more"
+    raise NotSupported(why, hint="call wrap, replace and close between a backward and the next forward")
 
 
 def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

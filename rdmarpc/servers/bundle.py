@@ -1,8 +1,11 @@
 """Bundles: all tensors of one kind that go from one worker to another, in one slot, by one write and one notification.
 
-A slot is a header (``layout``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
-offset. Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles
-that answer each other are each other's credit (see ``server``).
+A slot is a header, a note (a few bytes that describe the write), then every tensor at a 64-byte aligned offset. Both ends work
+the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles that answer each other
+are each other's credit (see ``server``).
+
+A header is the 64 bytes in front of a bundle: five little-endian int64 words, written together with the payload, and padding.
+What crosses of a tensor is the storage as it lies, so channels-last stays channels-last.
 
 What is sent is either a ``Room``, memory that is laid out as the slot is, of which neighbouring tensors go as one copy; or
 loose tensors where somebody's operation left them, a copy each. Loose tensors are *traced*: the first time they are copied into
@@ -12,19 +15,75 @@ another memory order is copied again, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..message.layout import dense as row_major
-from ..transport import SLOTS, Device, NotSupported, RdmaError, RemoteRegion
-from .layout import HEADER_BYTES, Header, dense
+from ..transport import (
+    GIVEN_UP,
+    SLOTS,
+    Channel,
+    Device,
+    NotSupported,
+    PeerLost,
+    Poller,
+    RdmaError,
+    RemoteRegion,
+    Transfer,
+    Work,
+)
 
-if TYPE_CHECKING:
-    from ..transport import Channel, Transfer, Work
-    from .station import Station
+HEADER_BYTES = 64
+_WIRE = struct.Struct("<5q")
+
+STAGED = 1
+"""Gradients: the sender copied all of it aside first, and asks for weights that are copied aside too (the ablation)."""
+CHANGED = 2
+"""Weights: the step that made them has dropped, replaced or written into gradients."""
+
+
+class Header(NamedTuple):
+    bundle: int
+    """Its number, unique in the model. The receiver compares it: a stray write is an error, never data."""
+    step: int
+    flags: int = 0
+    note_bytes: int = 0
+    """Gradients: how long the note is."""
+    optimizer: int = 0
+    """Gradients: the number of the optimizer that is to step."""
+
+    def write(self, memory: memoryview) -> None:
+        _WIRE.pack_into(memory, 0, *self)
+
+    @staticmethod
+    def read(memory: memoryview) -> Header:
+        return Header._make(_WIRE.unpack_from(memory))
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A contiguous view of all of the tensor's storage, or ``None`` if there are gaps or overlaps (then only a copy can be
+    sent)."""
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.is_contiguous():
+        return tensor
+    stride = tensor.stride()
+    view = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim]))
+    return view if view.is_contiguous() else None
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its own strides, in elements, if it is dense; else those of a contiguous tensor of its shape. They decide which kernels
+    torch chooses, also those of dimensions of size 1."""
+    return tensor.stride() if dense(tensor) is not None else row_major(tensor.shape)
+
 
 WEIGHT, GRADIENT = "weight", "gradient"
 ALWAYS, TRACED = "always", "traced"
@@ -62,10 +121,10 @@ class Bundle:
         self.edges, self._note = tuple(edges), note
         self.source, self.target, self.number = edges[0].source, edges[0].target, edges[0].number
         self.offsets = []
-        at = self.front = _aligned(HEADER_BYTES + note)
+        at = self.front = padded(HEADER_BYTES + note, _ALIGN)
         for edge in edges:
             self.offsets.append(at)
-            at = _aligned(at + edge.nbytes)
+            at = padded(at + edge.nbytes, _ALIGN)
         self.nbytes = at
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,18 +146,31 @@ class Bundle:
         return [(start, end) for start, end in runs if end > start]
 
 
+def between(
+    server: str, worker: str, parameters: Mapping[str, torch.Tensor], numbers: Iterator[int]
+) -> tuple[Bundle, Bundle | None]:
+    """The bundle of weights for a worker, and that of gradients for a server. Parameters that need gradients come first; where
+    none does, there is no such bundle."""
+    learns = sum(parameter.requires_grad for parameter in parameters.values())
+
+    def edges(kind: str, source: str, target: str, count: int) -> list[Edge]:
+        return [
+            Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype, strides(p.detach()))
+            for name, p in islice(parameters.items(), count)
+        ]
+
+    weights = Bundle(edges(WEIGHT, server, worker, len(parameters)))
+    return weights, Bundle(edges(GRADIENT, worker, server, learns), gradient_note(learns)) if learns else None
+
+
 def gradient_note(tensors: int) -> int:
     """Bytes of the note of a bundle with so many gradients."""
     return padded(tensors) + 8 * NUMBERS
 
 
-def padded(count: int) -> int:
-    """Bytes of so many marks in a note."""
-    return -(-count // 8) * 8
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def padded(nbytes: int, to: int = 8) -> int:
+    """Rounded up: the marks in a note."""
+    return -(-nbytes // to) * to
 
 
 class Room:
@@ -122,6 +194,121 @@ class Room:
                 flat = torch.frombuffer(view, dtype=edge.dtype, count=prod(edge.shape))
                 tensor.set_(flat.untyped_storage(), 0, edge.shape, edge.strides)
             self.tensors.append(tensor if edge.nbytes else tensor.view(edge.shape))
+
+
+_GRACE_S, _REASON_S, _LOOK_S = 0.5, 0.05, 0.002
+_SLICE_S = 0.25
+"""Between two looks at whether the peers still live (their loss is usually announced before)."""
+
+
+class Station:
+    """One worker's end of all bundles of one model: a poller, and who of its peers is lost. ``poll`` and everything that sends
+    belong to one thread at a time; ``lost`` to any."""
+
+    def __init__(self, name: str, device: Device, channels: Callable[[str], Channel], timeout: float) -> None:
+        self.name, self.device, self.timeout = name, device, timeout
+        self.channels = channels
+        self.peers: dict[str, Channel] = {}
+        self.poller: Poller = device.poller()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self.expected: set[str] = set()
+        """Workers that are to become peers: their loss is one already."""
+        self._lost: dict[str, RdmaError] = {}
+        self._lost_since = 0.0
+        """When a loss was first seen (``time.monotonic``); 0: none is known."""
+        self.closed = False
+
+    def channel(self, worker: str) -> Channel:
+        if worker not in self.peers:
+            self.peers[worker] = self.channels(worker)
+        return self.peers[worker]
+
+    def take_number(self, channel: Channel, handler: Callable[[int], None]) -> int:
+        """A number that the peer of this channel may notify from now on. ``handler`` runs on the thread that polls, with the
+        count of new notifications."""
+        number = channel.take_numbers(1)
+        self._handlers[self.poller.add(channel, number)] = handler
+        return number
+
+    def poll(self, timeout: float) -> None:
+        """Handle everything that has come, or what comes first within ``timeout`` seconds (at most a quarter of one). Raises
+        ``PeerLost`` when a peer is."""
+        news = self.poller.wait(min(timeout, _SLICE_S))
+        if news is None:
+            self.check()
+        while news is not None:
+            row, count = news
+            if row == Poller.KICK:
+                self.check()
+            elif row in self._handlers:
+                self._handlers[row](count)
+            news = self.poller.take()
+
+    # -- losses
+
+    def check(self) -> None:
+        """Raise ``PeerLost``, with the worker's name, if the connection to any peer broke."""
+        first = self._first_lost()
+        if first is None:
+            return
+        worker, error = first
+        why = error.message.removeprefix(f"worker {worker} is lost: ").replace(f"worker {worker} cannot", "it cannot", 1)
+        if error.status == GIVEN_UP:
+            why = why.replace("this worker", self.name)
+        text, device = f"worker {worker!r} is lost: {why}", self.device.name
+        raise PeerLost(text, peer=worker, device=device, status=error.status, hint=error.hint)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """In the block, a ``PeerLost`` names the worker that was lost first, not the address of a connection: the error of a
+        post names its own peer, which may have left because another one died."""
+        try:
+            yield
+        except PeerLost as error:
+            # Channels know their peer by its address.
+            named = next((worker for worker, channel in list(self.peers.items()) if channel.peer == error.peer), error.peer)
+            if all(worker != named for worker, _ in self._lost_peers()):
+                self.lost(named, error)  # a post finds the end of a connection before the device's thread has heard of it
+            try:
+                self.check()
+            except PeerLost as lost:
+                if lost.peer != error.peer:
+                    raise lost from error
+            raise
+
+    def _first_lost(self) -> tuple[str, RdmaError] | None:
+        """A worker that leaves because another one died may be heard first, and the reason of either a moment later."""
+        while lost := self._lost_peers():
+            self._lost_since = self._lost_since or time.monotonic()  # once for each loss, however often it is looked at
+            worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
+            waited = time.monotonic() - self._lost_since
+            known = error.status != "CLOSED" and (worker in self._lost or waited > _REASON_S)
+            if known or waited > _GRACE_S:
+                return worker, error
+            time.sleep(_LOOK_S)
+        self._lost_since = 0.0
+        return None
+
+    def _lost_peers(self) -> list[tuple[str, RdmaError]]:
+        broken = {worker: channel.error for worker, channel in list(self.peers.items()) if channel.error is not None}
+        return list({**broken, **self._lost}.items()) if broken or self._lost else []
+
+    def lost(self, worker: str, error: RdmaError) -> None:
+        """Somebody noticed that a worker is gone. Any thread."""
+        if (worker in self.peers or worker in self.expected) and not self.closed:
+            self._lost[worker] = error
+            self.poller.kick()
+
+    def forget(self, worker: str) -> None:
+        """A peer that has done its part: its loss is none any more."""
+        self.expected.discard(worker)
+        self.peers.pop(worker, None)
+        self._lost.pop(worker, None)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.poller.close()
 
 
 class BundleInlet:
@@ -235,11 +422,13 @@ class _Loose:
     def __init__(self, outlet: BundleOutlet, present: tuple[int, ...], note: int) -> None:
         bundle = outlet.bundle
         self._outlet, self._present = outlet, present
-        self._plain = [_is_plain(bundle.edges[at]) for at in present]
+        edges = [bundle.edges[at] for at in present]
+        self._plain = [not edge.dtype.is_complex and row_major(edge.shape) == edge.strides for edge in edges]
+        """Whether what is sent in the place of each needs no look beyond the flags."""
         self._missed = False
         # Never sent and never touched, so they take no memory.
-        self._idle = [torch.empty(bundle.edges[at].nbytes, dtype=torch.uint8, device="cpu") for at in present]
-        places = [(bundle.offsets[at], bundle.offsets[at] + bundle.edges[at].nbytes) for at in present]
+        self._idle = [torch.empty(edge.nbytes, dtype=torch.uint8, device="cpu") for edge in edges]
+        places = [(bundle.offsets[at], bundle.offsets[at] + edge.nbytes) for at, edge in zip(present, edges)]
         self.transfer = outlet.prepare(note, places, self._idle)
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -265,11 +454,6 @@ class _Loose:
             self.transfer.rebind(index, idle)
         missed, self._missed = self._missed, False
         return missed
-
-
-def _is_plain(edge: Edge) -> bool:
-    """Whether what is sent in its place needs no look beyond the flags."""
-    return not edge.dtype.is_complex and row_major(edge.shape) == edge.strides
 
 
 def _check(edge: Edge, tensor: torch.Tensor) -> None:

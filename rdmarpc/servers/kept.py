@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..transport import NotSupported, RdmaError
 from .bundle import PRESENT, Room, padded
-from .updates import build_optimizer, copy_state, counting_dtype, leaves_gradients, load_saved, numbers_of, read_numbers
+from .updates import counting_dtype, hyperparameters, leaves_gradients, numbers_of, read_numbers
 
 ASKED = frozenset(("changed_gradients", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
 """The methods of ``Kept`` that workers may call."""
@@ -58,12 +59,24 @@ class Kept:
     def optimizer(
         self, number: int, kind: type[torch.optim.Optimizer], given: dict[str, Any], groups: list[Any], counting: torch.dtype
     ) -> None:
-        """Build (or adjust) an optimizer over these parameters. A group's ``params`` are their positions; ``counting``: see
-        ``counting_dtype``. Every worker says the same; the first one builds."""
+        """Build an optimizer over these parameters; one that is there keeps its state and gets the new groups. ``given``: the
+        arguments of its class. A group's ``params`` are their positions; ``counting``: see ``counting_dtype``. Every worker
+        says the same; the first one builds. A hyperparameter that a group lacks, as after loading one of another class, is not
+        made up: the step raises what it raises in one process."""
         if counting is not (mine := counting_dtype(kind)):
             why = f"{kind.__name__} counts in {counting} where the model is, and in {mine} at its server"
             raise NotSupported(why, hint="call torch.set_default_dtype in every process")
-        self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, given, groups, self._parameters)
+        real = [{**group, "params": [self._parameters[at] for at in group["params"]]} for group in groups]
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            optimizer = self._optimizers[number] = kind(real, **given)
+        del optimizer.param_groups[len(real) :]
+        for group, new in zip(optimizer.param_groups, real):
+            for key in hyperparameters(group).keys() - new.keys():
+                del group[key]
+            group.update(new)
+        for new in real[len(optimizer.param_groups) :]:
+            optimizer.add_param_group(new)
         self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
         self._numbers.pop(number, None)
         self._set = None
@@ -76,11 +89,21 @@ class Kept:
             self._set = None
 
     def optimizer_state(self, number: int) -> dict[int, dict[str, Any]]:
-        """Copies, per position of a parameter."""
-        return copy_state(self._optimizers[number], self._parameters)
+        """Copies, per position of a parameter, in the optimizer's order; in host memory."""
+        positions = {id(parameter): at for at, parameter in enumerate(self._parameters)}
+        return {
+            positions[id(parameter)]: tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_cpu else t.cpu(), entries)
+            for parameter, entries in self._optimizers[number].state.items()
+        }
 
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
-        load_saved(self._optimizers[number], self._parameters, state)
+        """The inverse, as ``Optimizer.load_state_dict`` has it. A parameter without entries has no state then."""
+        optimizer = self._optimizers[number]
+        numbers = {id(p): at for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        whole = optimizer.state_dict()
+        whole["state"].update({numbers[id(self._parameters[at])]: entries for at, entries in state.items()})
+        whole["state"] = {at: entries for at, entries in whole["state"].items() if entries}
+        optimizer.load_state_dict(whole)
 
     def changed_gradients(self) -> dict[int, tuple[bool, torch.Tensor] | None]:
         """See ``changed``."""

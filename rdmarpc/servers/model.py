@@ -191,7 +191,7 @@ class ServedModel(Extension):
         """The tensors that cross between this worker and the servers in a step, as one entry with ``save`` and ``draw``."""
         servers = self._there
         kept = {server: sum(p.nbytes for p in parameters) for server, parameters in servers.parameters.items()}
-        return [describe(servers.agent.name, [_crossing(edge) for edge in servers.edges], kept)]
+        return [describe(servers.agent.name, [_crossing(edge) for edge in servers.edges], kept, {}, {}, 1)]
 
     def placement_table(self) -> str:
         """A line for each of these tensors, and their sum."""

@@ -18,17 +18,8 @@ from torch import nn
 
 from ..transport import NotSupported
 from .bundle import ABSENT, NUMBERS, PRESENT
-from .servers import Servers
-from .trainer import Half
-from .updates import (
-    PER_PARAMETER,
-    Elsewhere,
-    counting_dtype,
-    hyperparameters,
-    leaves_gradients,
-    numbers_of,
-    refuse_scaling,
-)
+from .servers import Half, Servers
+from .updates import PER_PARAMETER, Elsewhere, counting_dtype, hyperparameters, leaves_gradients, numbers_of, refuse_scaling
 
 
 class _Share:

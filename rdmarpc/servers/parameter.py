@@ -1,5 +1,6 @@
-"""The parameters of a served model at its worker: who reads them waits for the weights that are on their way, and what is
-written into them here is found before the next step.
+"""The parameters of a served model at its worker: what has to move with them into the memory where servers write; who reads
+them waits for the weights that are on their way, and what is written into them here is found before the next step; what a step
+leaves of their gradients.
 
 Between a step and the landing of its weights their memory belongs to the server. So their class has a ``__torch_function__``
 during that time only, which waits. Other tensors that share the memory (``parameter.detach()``, a ``state_dict``) cannot wait:
@@ -9,16 +10,23 @@ while there are any, a step returns when the weights are here.
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..transport import NotSupported
+from ..message.layout import span
+from ..places.tensor import RemoteTensor
+from ..transport import NotSupported, sole
+from .bundle import dense
 
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _users = torch._C._storage_Use_Count
@@ -202,3 +210,141 @@ def _harmless() -> frozenset[Any]:
 
 
 _HARMLESS = _harmless()
+
+
+# -- whether parameters can move into the memory where servers write, and what has to move with them
+
+Shown = tuple[torch.Tensor, nn.Parameter, int]
+"""A buffer, or a tensor that is an attribute of a module; the parameter in whose memory it lies; at which element."""
+
+
+def check_memory(net: nn.Module) -> list[Shown]:
+    """What shows the memory of parameters within the model. Raises ``NotSupported`` for parameters that are served or elsewhere
+    already, and for memory that could not be shared any more. Warns of tensors outside of the model that show it."""
+    for name, parameter in net.named_parameters():
+        if isinstance(parameter, RemoteTensor):
+            raise NotSupported(f"{name!r} lies at a worker", hint="wrap a model, or serve it")
+        if isinstance(parameter, ServedParameter):
+            raise NotSupported(f"{name!r} is served already", hint="close() that served model first, also after an error")
+    parameters = sorted(_spans(net.named_parameters()))
+    for (_, end, first, _), (start, _, second, _) in pairwise(parameters):
+        if start < end:
+            why = f"{first!r} and {second!r} lie in the same memory, and servers step each by itself"
+            raise NotSupported(why, hint="let the modules have one parameter: a.weight = b.weight")
+    others = [*net.named_buffers(), *_attributes(net)]
+    shown = [
+        _within(this, that) for this in _spans(iter(others)) for that in parameters if this[0] < that[1] and that[0] < this[1]
+    ]
+    _look_outside(net, shown)
+    return shown
+
+
+_Span = tuple[int, int, str, torch.Tensor]
+"""Where a tensor begins and ends in memory, its name, itself."""
+
+
+def _spans(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[_Span]:
+    for name, tensor in named:
+        if tensor.numel() and tensor.is_cpu and tensor.layout is torch.strided:
+            nbytes = span(tensor.shape, tensor.stride()) * tensor.element_size()
+            yield tensor.data_ptr(), tensor.data_ptr() + nbytes, name, tensor
+
+
+def _attributes(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in net.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                yield f"{path}.{name}" if path else name, value
+
+
+def _within(this: _Span, that: _Span) -> Shown:
+    start, end, name, tensor = this
+    first, last, holder, parameter = that
+    assert isinstance(parameter, nn.Parameter)
+    whole = tensor.dtype == parameter.dtype and first <= start and end <= last
+    if not whole or dense(parameter.detach()) is None:
+        why = f"{name!r} shares memory with {holder!r}, and would not when a server writes that"
+        raise NotSupported(why, hint="clone() it")
+    return tensor, parameter, (start - first) // parameter.element_size()
+
+
+def _look_outside(net: nn.Module, shown: list[Shown]) -> None:
+    views = [tensor for tensor, _, _ in shown]
+    known = {
+        id(tensor): tensor for tensor in [*net.parameters(), *views, *(view._base for view in views)] if tensor is not None
+    }
+    here = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
+    for name, parameter in net.named_parameters() if sole.STORAGE_USES >= 0 else ():
+        storage = parameter.untyped_storage()
+        if sole.storage_uses(storage) > sole.STORAGE_USES + here[storage._cdata] - 1:
+            _warn(
+                f"a tensor outside of the model shares the memory of {name!r} (a state_dict(), .data or .detach() of it): it "
+                "keeps the values of now, and others may do so, too"
+            )
+            return
+
+
+def _warn(text: str) -> None:
+    """A ``UserWarning`` at the line of the user's program, however deep in this package and in torch its reason is found."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("rdmarpc", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+# -- what a step leaves of the gradients
+
+_Sent = tuple[int, nn.Parameter, "weakref.ref[torch.Tensor]", int]
+"""The position of a parameter at its server, itself, its gradient, and the version of that when it was sent."""
+
+
+class Left:
+    """The gradients of the last step of one model, by server. Torch's own optimizers leave them as they are; others drop,
+    replace or write into them. Servers do that to copies, so here it is done once more, to the gradients that were sent.
+    ``alone``: no other worker has sent any."""
+
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
+        self._sent: dict[str, list[_Sent]] = {}
+        self._stale: dict[int, weakref.ref[torch.Tensor]] = {}
+        """By ``id`` of a parameter: a gradient that is not what one process would have."""
+
+    def send(self, server: str, at: Iterable[int], parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of these parameters, which lie at these positions there, are about to be sent."""
+        found = [(where, parameter, parameter.grad) for where, parameter in zip(at, parameters)]
+        self._sent[server] = [(at, p, weakref.ref(grad), grad._version) for at, p, grad in found if grad is not None]
+
+    def landed(self, changed: Iterable[str], ask: Callable[[str], dict[int, Any]]) -> None:
+        """The weights of that step are here. ``changed``: the servers whose step has changed gradients; ``ask`` gives what has
+        become of these there: ``None``, or (whether it is the same tensor still, its value)."""
+        for server in changed:
+            here = [(at, p, grad, seen) for at, p, sent, seen in self._sent.get(server, ()) if (grad := sent()) is p.grad]
+            found = ask(server) if here else {}
+            for at, parameter, grad, seen in here:
+                if at in found and grad is not None:
+                    self._change(parameter, grad, seen, found[at])
+        self._sent.clear()
+
+    def _change(self, parameter: nn.Parameter, grad: torch.Tensor, seen: int, found: Any) -> None:
+        if grad._version != seen or not (found is None or self._alone):
+            self._stale[id(parameter)] = weakref.ref(grad)
+        elif found is None:
+            parameter.grad = None
+        elif found[0]:
+            with torch.no_grad():
+                grad.copy_(found[1])
+        else:
+            parameter.grad = found[1]
+
+    def zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Their gradients are ``None`` or zero."""
+        for parameter in parameters if self._stale else ():
+            self._stale.pop(id(parameter), None)
+
+    def check(self, parameters: Iterable[nn.Parameter], kind: str) -> None:
+        """``NotSupported`` where a gradient goes on that is not what one process would have."""
+        for parameter in parameters if self._stale else ():
+            stale = self._stale.pop(id(parameter), None)
+            if stale is not None and parameter.grad is not None and stale() is parameter.grad:
+                why = f"a step of {kind} has changed gradients, which are sums over all workers, and this step adds to them"
+                raise NotSupported(why, hint="call zero_grad() in every step")

@@ -1,12 +1,14 @@
-"""The servers of one model, at a worker that trains it: entered, asked, and left."""
+"""The servers of one model, at a worker that trains it: entered, asked, and left; gradients go out, weights land. The other
+half of ``server``, whose invariants hold here too."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,13 +18,129 @@ from torch import nn
 
 from ..calls.agent import Agent
 from ..message import errors
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
-from . import memory, serving
-from .bundle import GRADIENT, WEIGHT, Bundle, Edge, gradient_note
-from .layout import strides
-from .left import Left
-from .parameter import Watch
-from .trainer import Half, Trainer
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, for_others
+from . import server as serving
+from .bundle import ALWAYS, CHANGED, STAGED, Bundle, BundleInlet, BundleOutlet, Edge, Header, Station, between, padded
+from .parameter import Left, Shown, Watch, check_memory
+
+
+class Half:
+    """This worker's half of the exchange with one server. ``weights`` and ``gradients`` (``None``: no tensor there needs any)
+    list the same tensors in the same order; ``gradients`` may leave some out."""
+
+    def __init__(self, station: Station, weights: Bundle, gradients: Bundle | None) -> None:
+        self.server = weights.source
+        self.weights, self.gradients = weights, gradients
+        self._station = station
+        self.inlet = BundleInlet(station, weights, self._landed)
+        """Its room is the memory of the parameters."""
+        self.alarm = station.take_number(station.channel(self.server), self._alarmed)
+        self._outlet: BundleOutlet | None = None
+        self.steps = -1
+        """The step of the weights that landed last; -1 before those of the start, which are step 0."""
+        self.wanted = 0
+        """The step of the weights that are to land next, or have landed last."""
+        self.alarmed = False
+        self.changed = False
+        """Whether the step of the weights that landed last has changed gradients."""
+
+    def connect(self, slot: tuple[bytes, int] | None) -> None:
+        """Connect the outlet of the gradients to their slot at the server."""
+        if slot is not None and self.gradients is not None:
+            channel, remote = self._station.channel(self.server), RemoteRegion.load(slot[0])
+            self._outlet = BundleOutlet(self._station.device, channel, self.gradients, remote, slot[1])
+
+    def send(
+        self, optimizer: int, marks: bytes, at: tuple[int, ...], grads: list[torch.Tensor], numbers: list[float], staging: str
+    ) -> None:
+        """Gradients of the next step. They belong to the write until ``finish``. The note: marks, padded to 8 bytes, then the
+        numbers of the optimizer's groups (float64)."""
+        assert self._outlet is not None
+        note = marks.ljust(padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
+        header = Header(0, self.steps + 1, STAGED * (staging == ALWAYS), len(note), optimizer)
+        with self._station.naming():
+            self._outlet.send_loose(header, note, at, grads, staging)
+        self.wanted = self.steps + 1
+
+    def finish(self, timeout: float) -> None:
+        if self._outlet is not None:
+            with self._station.naming():
+                self._outlet.finish(timeout)
+
+    def _landed(self, header: Header) -> None:
+        if header.step != self.steps + 1 or header.step != self.wanted:
+            raise RdmaError(f"weights {header.step} came when {self.wanted} were due", peer=self.server)
+        self.steps, self.changed = header.step, bool(header.flags & CHANGED)
+
+    def _alarmed(self, count: int) -> None:
+        self.alarmed = True
+
+
+class Trainer:
+    """All servers of one model, seen from one worker. One thread at a time. ``explain(server)`` gives the error that ended a
+    server; the station's timeout bounds every wait."""
+
+    def __init__(self, station: Station, explain: Callable[[str], BaseException]) -> None:
+        self.station, self.timeout, self._explain = station, station.timeout, explain
+        self.halves: dict[str, Half] = {}
+        self.late = False
+        """Whether the last wait, for weights or for an answer of a server, timed out."""
+        self.waiting = True
+        """Whether weights are on their way, or may be: set it before gradients are sent. While they are, the parameters are not
+        to be read."""
+
+    def add(self, weights: Bundle, gradients: Bundle | None) -> Half:
+        half = self.halves[weights.source] = Half(self.station, weights, gradients)
+        return half
+
+    def pull(self) -> None:
+        """Return when the weights of the last step have landed from every server. Raises ``PeerLost``, ``TransferTimeout``
+        (they may still come: call it again), what ended a server."""
+        if not self.waiting:
+            return
+        if self.station.closed:
+            raise RdmaError("the model was closed")
+        deadline = time.monotonic() + self.timeout
+        while behind := [half for half in self.halves.values() if half.steps < half.wanted]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.late = True
+                names = ", ".join(repr(half.server) for half in behind)
+                why = f"the weights of {names} did not come within {self.timeout} s"
+                hint = "every worker of the model has to call serve() and make every step; timeout= sets the limit"
+                raise TransferTimeout(why, device=self.station.device.name, hint=hint)
+            self.station.poll(left)
+            self._raise_alarm()
+        self.waiting = self.late = False
+
+    def ready(self) -> None:
+        """Wait until the weights are here, and check that all servers are. Call it before sending."""
+        if self.station.closed:
+            raise RdmaError("the model was closed")
+        self.pull()
+        self._raise_alarm()
+        self.station.check()
+        for half in self.halves.values():  # a wait that timed out may have left something
+            half.finish(self.timeout)
+
+    def finish(self) -> None:
+        """Wait until the memory of the sent gradients may be changed again."""
+        self.waiting = True
+        for half in self.halves.values():
+            half.finish(self.timeout)
+
+    def _raise_alarm(self) -> None:
+        for half in self.halves.values():
+            if half.alarmed:
+                error = self._explain(half.server)
+                self.late |= isinstance(error, TransferTimeout)
+                raise error
+
+    def close(self) -> None:
+        self.station.close()
+        for half in self.halves.values():
+            half.inlet.room.tensors.clear()  # the parameters have their memory, and are all that shows it
+
 
 _LEAVE_TIMEOUT_S = 10.0
 _LATE_TIMEOUT_S = 1.0
@@ -57,7 +175,7 @@ class Servers:
     def __init__(
         self, net: nn.Module, home: dict[str, str], agent: Agent, model: str, workers: list[str], timeout: float, staging: str
     ) -> None:
-        shown = memory.check(net)
+        shown = check_memory(net)
         self.agent, self.model, self.workers, self.timeout, self.staging = agent, model, workers, timeout, staging
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizers = itertools.count(1)
@@ -75,10 +193,11 @@ class Servers:
             parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
         }
         # It may outlive this, see ``_open``.
-        self.trainer = Trainer(agent.name, agent.device, agent.channel, partial(_explain, agent, model, timeout), timeout)
+        station = Station(agent.name, agent.device, agent.channel, timeout)
+        self.trainer = Trainer(station, partial(_explain, agent, model, timeout))
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
-        agent.on_peer_lost(self.trainer.station.lost)
+        agent.on_peer_lost(station.lost)
         self.edges: list[Edge] = []
         """All that crosses in a step."""
         try:
@@ -93,9 +212,13 @@ class Servers:
         if not self.closed:
             _dropped.append(self)
 
-    def _set_up(self, shown: list[memory.Shown]) -> None:
+    def _set_up(self, shown: list[Shown]) -> None:
         numbers = itertools.count(1)
-        halves = [self._half(server, numbers) for server in self.names]
+        halves = []
+        for server, names in self.names.items():
+            both = between(server, self.agent.name, dict(zip(names, self.parameters[server])), numbers)
+            self.edges += [edge for bundle in both if bundle is not None for edge in bundle.edges]
+            halves.append(self.trainer.add(*both))
         for half in halves:
             args = (self.model, self.workers, self.agent.name, half.weights, half.gradients, self.timeout)
             half.connect(self._enter(half.server, args))
@@ -124,21 +247,6 @@ class Servers:
                 raise TransferTimeout(why, peer=server, hint=hint)
             time.sleep(_AGAIN_S)
         return found
-
-    def _half(self, server: str, numbers: Iterator[int]) -> Half:
-        me, parameters = self.agent.name, self.parameters[server]
-        learns = sum(parameter.requires_grad for parameter in parameters)
-
-        def edges(kind: str, source: str, target: str, count: int) -> list[Edge]:
-            return [
-                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype, strides(p.detach()))
-                for name, p in zip(self.names[server][:count], parameters)
-            ]
-
-        weights = Bundle(edges(WEIGHT, server, me, len(parameters)))
-        gradients = Bundle(edges(GRADIENT, me, server, learns), gradient_note(learns)) if learns else None
-        self.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
-        return self.trainer.add(weights, gradients)
 
     # -- steps
 

@@ -1,4 +1,4 @@
-"""The numbers of an optimizer's groups as float64, and the owner's half of an optimizer.
+"""The numbers of an optimizer's groups as float64, and what is known of classes of optimizers.
 
 Both ends walk the groups in the same way, so the numbers need no names: learning rates of a scheduler travel in the
 command that asks for the step.
@@ -11,25 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.optim import Optimizer
 
 from ..transport import NotSupported
 
 NOT_SENT = frozenset({"params", "param_names"})
 
 _optim = torch.optim
-PER_PARAMETER = frozenset(
-    {
-        *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.Adadelta, _optim.Adamax, _optim.RMSprop, _optim.Rprop),
-        *(_optim.NAdam, _optim.RAdam, _optim.ASGD, _optim.Adafactor, _optim.SparseAdam, _optim.Muon),
-    }
-)
+PER_PARAMETER = {
+    *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.Adadelta, _optim.Adamax, _optim.RMSprop, _optim.Rprop),
+    *(_optim.NAdam, _optim.RAdam, _optim.ASGD, _optim.Adafactor, _optim.SparseAdam, _optim.Muon),
+}
 """Classes of which a step updates each parameter from its own gradient and state alone, after one call of a closure: one half
 of such an optimizer at each owner does what one optimizer does. Of any other class, and of classes derived from these, nothing
 is known: no trial could show what its step does after a thousand others."""
 
 
-def leaves_gradients(kind: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> bool:
+def leaves_gradients(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> bool:
     """Whether a step is known to leave gradients as they are. Torch's own with ``foreach=True`` may save memory there (SGD with
     ``nesterov`` does)."""
     return kind in PER_PARAMETER and not any(group.get("foreach") for group in groups)
@@ -79,14 +77,14 @@ def _kept(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
-def refuse_scaling(optimizer: torch.optim.Optimizer) -> None:
+def refuse_scaling(optimizer: Optimizer) -> None:
     """``NotSupported`` where a ``GradScaler`` has left it to a fused optimizer to scale gradients back: it sets attributes."""
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
         why = "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers"
         raise NotSupported(why, hint="make the optimizer with fused=False")
 
 
-def counting_dtype(kind: type[torch.optim.Optimizer]) -> torch.dtype:
+def counting_dtype(kind: type[Optimizer]) -> torch.dtype:
     """The dtype in which an optimizer of this class counts, if it is made now: torch's classes have float32, or float64 where
     that is the default; others may have the default itself."""
     default = torch.get_default_dtype()
@@ -105,45 +103,3 @@ def read_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> 
     for group in groups:
         for key, value in hyperparameters(group).items():
             group[key] = tuple(map(renew, value)) if isinstance(value, tuple) else renew(value)
-
-
-def build_optimizer(
-    old: torch.optim.Optimizer | None,
-    kind: type[torch.optim.Optimizer],
-    given: dict[str, Any],
-    groups: list[dict[str, Any]],
-    parameters: list[torch.nn.Parameter],
-) -> torch.optim.Optimizer:
-    """The same optimizer over the real parameters; ``given``: the arguments of its class. An old one keeps its state and gets
-    the new groups. A hyperparameter that a group lacks, as after loading one of another class, is not made up: the step raises
-    what it raises in one process."""
-    real = [{**group, "params": [parameters[at] for at in group["params"]]} for group in groups]
-    optimizer = kind(real, **given) if old is None else old
-    del optimizer.param_groups[len(real) :]
-    for group, new in zip(optimizer.param_groups, real):
-        for key in hyperparameters(group).keys() - new.keys():
-            del group[key]
-        group.update(new)
-    for new in real[len(optimizer.param_groups) :]:
-        optimizer.add_param_group(new)
-    return optimizer
-
-
-def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """A copy of the optimizer's state, per position of a parameter, in its order; in host memory."""
-    positions = {id(parameter): at for at, parameter in enumerate(parameters)}
-    return {
-        positions[id(parameter)]: tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_cpu else t.cpu(), entries)
-        for parameter, entries in optimizer.state.items()
-    }
-
-
-def load_saved(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
-) -> None:
-    """The inverse of ``copy_state``, as ``Optimizer.load_state_dict`` has it. A parameter without entries has no state then."""
-    numbers = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    whole = optimizer.state_dict()
-    whole["state"].update({numbers[id(parameters[at])]: entries for at, entries in state.items()})
-    whole["state"] = {number: entries for number, entries in whole["state"].items() if entries}
-    optimizer.load_state_dict(whole)

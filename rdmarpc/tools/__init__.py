@@ -1,2 +1,2 @@
-"""Around programs: the state of a worker and timelines (``debug``, ``recorded``, ``events``), ``rdmarpc doctor``, and this
-package under torch's names, in this process and in those that it starts (``hook``, ``modules``, ``run``)."""
+"""Around programs: the state of a worker and timelines (``debug``, ``events``), ``rdmarpc doctor``, and this package under
+torch's names, in this process and in those that it starts (``hook``, ``run``)."""

@@ -14,9 +14,9 @@ from rdmarpc.links.group.members import Record
 from rdmarpc.links.ring import RING_BYTES, Link
 from rdmarpc.message import errors, layout, serialize, tensors
 from rdmarpc.message.tensors import Places
-from rdmarpc.places.plain import dump, loads
+from rdmarpc.places.ring import dump, loads
 from rdmarpc.references.mail import DELETE, FORK, Mail
-from rdmarpc.servers.layout import Header
+from rdmarpc.servers.bundle import Header
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
 from rdmarpc.transport.verbs import control
 

@@ -12,8 +12,8 @@ SCHEMA = (
     "asserts the text of TorchScript's dispatch; torch's operators are called from Python here, and their TypeError arrives"
 )
 
-PYTHON = "asserts a refusal, or a text, of TorchScript's; here a script that uses RPC runs as its Python (tools/scripts)"
-IN_SCRIPT = "has references, or RPC's own functions, inside of what TorchScript itself keeps or runs (tools/scripts)"
+PYTHON = "asserts a refusal, or a text, of TorchScript's; here a script that uses RPC runs as its Python (tools/hook)"
+IN_SCRIPT = "has references, or RPC's own functions, inside of what TorchScript itself keeps or runs (tools/hook)"
 
 SUITES: dict[str, str] = {
     "CudaRpcTest": GPU,

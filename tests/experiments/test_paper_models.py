@@ -11,7 +11,7 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.experiments.exchange.models import MODELS, Convolution, loss_of
-from rdmarpc.graph.show import describe as transfers
+from rdmarpc.graph import show as transfers
 from rdmarpc.places.placement import home, resolve
 
 SERVERS = ["worker1", "worker2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from rdmarpc.graph.fragments.records import Event, Move, Operand, Recorded
+from rdmarpc.graph.fragments import Event, Move, Operand, Recorded
 
 
 def relative(recorded: Recorded) -> list[Event]:

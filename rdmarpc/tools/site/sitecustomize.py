@@ -6,7 +6,6 @@ import os
 import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
 
 def _run_next() -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from relative import phases, relative
 
-from rdmarpc.graph.fragments.cut import steps, varying
-from rdmarpc.graph.fragments.flow import ACTIVATION, GRADIENT, INPUT, PARAMETER, UPDATE, Flow
-from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Event, Move, Operand, Operation, Recorded
+from rdmarpc.graph.fragments import Event, Flow, Kind, Move, Operand, Operation, Phase, Recorded, steps, varying
 
+FORWARD, BACKWARD, STEP = Phase
+ACTIVATION, GRADIENT, PARAMETER, INPUT, UPDATE = Kind
 PLACES = ("here", "w1", "w2")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import random
+import runpy
 import sys
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from rdmarpc import __main__ as cli
 from rdmarpc import transfers
-from rdmarpc.graph.fragments.flow import PARAMETER
-from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, Event, Move, Operand, Operation, Recorded
-from rdmarpc.graph.show import drawing
-from rdmarpc.graph.show.describe import Transfers, described, from_json, shape_text, to_json
-from rdmarpc.graph.show.records import Crossing, WorkerRecord
-from rdmarpc.graph.show.tables import histogram, size
+from rdmarpc.graph import show
+from rdmarpc.graph.fragments import Event, Kind, Move, Operand, Operation, Phase, Recorded
+from rdmarpc.graph.show import Crossing, Transfers, WorkerRecord, described, from_json, histogram, shape_text, size, to_json
 from rdmarpc.transport import NotSupported
+
+FORWARD, BACKWARD, _ = Phase
+PARAMETER = Kind.PARAMETER
 
 
 def over(storage: int, *shape: int) -> Operand:
@@ -168,14 +168,14 @@ def crowd(workers: int, edges: int, seed: int) -> Transfers:
 
 def test_bundles_and_fans():
     found = described([fan()], {}).crossings
-    assert {arrow: drawing.label(each) for arrow, each in drawing.bundles(found).items()} == {
+    assert {arrow: show.label(each) for arrow, each in show.bundles(found).items()} == {
         ("me", "w1", "input"): "input: 2 tensors · 240 B",
         **{("w1", target, "activation"): "activation: stem · 160 B" for target in ("w2", "w3", "w4")},
         ("w3", "w1", "gradient"): "gradient: stem · 160 B",
     }
-    assert drawing.notes(found) == ["activation stem: one source at w1, to w2, w3, w4"]
+    assert show.notes(found) == ["activation stem: one source at w1, to w2, w3, w4"]
     varying = described([fan(4), fan()], {}).crossings
-    assert drawing.notes(varying)[1:] == ["dashed: 6 that not every step has in this shape"]
+    assert show.notes(varying)[1:] == ["dashed: 6 that not every step has in this shape"]
 
 
 def test_pictures_of_all_sizes(tmp_path: Path):
@@ -191,4 +191,4 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NotSupported, match=r"needs matplotlib(.|\n)*pip install"):
         described([fan()], {}).draw(tmp_path / "out.png")
-    importlib.reload(drawing)  # nothing at import needs it
+    assert "bundles" in runpy.run_path(str(show.__file__), run_name="rdmarpc.graph.again")  # nothing at import needs it

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rdmarpc.calls import environment
-from rdmarpc.tools import doctor, host_facts
-from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
+from rdmarpc.tools import doctor
+from rdmarpc.tools.doctor import LIMITS, MISSING, OK
 from rdmarpc.transport import NotSupported, open_device
 from rdmarpc.transport.nic import sysfs
 from rdmarpc.transport.tls import openssl
@@ -52,7 +52,7 @@ MEMLOCK = [
 
 @pytest.mark.parametrize("files, state, text", MEMLOCK)
 def test_a_low_limit_of_locked_memory_is_named(tmp_path: Path, files: dict[str, str], state: str, text: str) -> None:
-    found = host_facts.memlock(tree(tmp_path, files), 4 * GIB)
+    found = doctor.memlock(tree(tmp_path, files), 4 * GIB)
     assert found.state == state and text in found.text
     assert ("ulimit -l" in found.hint) == (state != OK)
 
@@ -83,26 +83,26 @@ CGROUPS = [
 
 @pytest.mark.parametrize("files, state, text", CGROUPS)
 def test_memory_of_the_cgroup(tmp_path: Path, files: dict[str, str], state: str, text: str) -> None:
-    found = host_facts.memory(tree(tmp_path, files), 4 * GIB)
+    found = doctor.memory(tree(tmp_path, files), 4 * GIB)
     assert found.state == state and text in found.text
     if state == LIMITS:
         assert "RDMARPC_ARENA_LIMIT=" in found.hint
 
 
 def test_a_limit_of_the_rdma_cgroup_is_named(tmp_path: Path) -> None:
-    assert host_facts.rdma_cgroup(tmp_path) is None
+    assert doctor.rdma_cgroup(tmp_path) is None
     tree(tmp_path, {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/rdma.max": "mlx5_0 hca_handle=max hca_object=max\n"})
-    assert host_facts.rdma_cgroup(tmp_path) is None
+    assert doctor.rdma_cgroup(tmp_path) is None
     tree(tmp_path, {"sys/fs/cgroup/job/rdma.max": "mlx5_0 hca_handle=2 hca_object=max\nmlx5_1 hca_handle=max hca_object=max\n"})
-    found = host_facts.rdma_cgroup(tmp_path)
+    found = doctor.rdma_cgroup(tmp_path)
     assert found is not None and found.state == LIMITS and found.text == "mlx5_0 hca_handle=2 hca_object=max"
 
 
 def test_a_host_with_gpus_and_a_torch_without_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of hosts with GPUs and adapters: ``tests/transport/verbs/test_gpudirect``."""
-    monkeypatch.setattr(host_facts.driver, "kind", lambda: "")
-    assert [found.state for found in host_facts.gpu(tmp_path)] == [OK]
-    (found,) = host_facts.gpu(tree(tmp_path, {"proc/driver/nvidia/version": ""}))
+    monkeypatch.setattr(doctor.driver, "kind", lambda: "")
+    assert [found.state for found in doctor.gpu(tmp_path)] == [OK]
+    (found,) = doctor.gpu(tree(tmp_path, {"proc/driver/nvidia/version": ""}))
     assert found.state == LIMITS and "torch is built without CUDA" in found.text and found.hint
 
 
@@ -111,28 +111,28 @@ def test_a_host_with_gpus_and_a_torch_without_is_named(tmp_path: Path, monkeypat
 )
 def test_what_forbids_to_read_from_other_processes_is_named(tmp_path: Path, scope: str, capabilities: int, state: str) -> None:
     tree(tmp_path, {"proc/sys/kernel/yama/ptrace_scope": scope + "\n", **limits("unlimited", capabilities)})
-    found = host_facts.attach(tmp_path)
+    found = doctor.attach(tmp_path)
     assert found.state == state and bool(found.hint) == (state == LIMITS)
 
 
 def test_pages_and_sockets(tmp_path: Path) -> None:
-    assert host_facts.huge_pages(tmp_path).state == LIMITS
+    assert doctor.huge_pages(tmp_path).state == LIMITS
     pages = "sys/kernel/mm/transparent_hugepage/"
     tree(
         tmp_path,
         {pages + "enabled": "always [madvise] never", pages + "shmem_enabled": "always within_size advise [never] deny"},
     )
-    found = host_facts.huge_pages(tmp_path)
+    found = doctor.huge_pages(tmp_path)
     assert found.text == "shared memory never, private memory madvise" and found.hint.endswith("hugepage/shmem_enabled")
     tree(tmp_path, {pages + "shmem_enabled": "always within_size [advise] never deny force"})
-    assert host_facts.huge_pages(tmp_path).state == OK
-    assert host_facts.sockets(tmp_path).state == LIMITS
+    assert doctor.huge_pages(tmp_path).state == OK
+    assert doctor.sockets(tmp_path).state == LIMITS
     tree(tmp_path, {f"proc/sys/net/ipv4/tcp_{side}mem": "4096\t65536\t4194304\n" for side in "rw"})
-    assert host_facts.sockets(tmp_path).state == OK
+    assert doctor.sockets(tmp_path).state == OK
 
 
 def test_sizes_are_told_in_short() -> None:
-    assert [host_facts.size(n) for n in (5, 8 << 20, 3 * GIB // 2, 2 << 40)] == ["5 B", "8 MiB", "1.5 GiB", "2 TiB"]
+    assert [doctor.size(n) for n in (5, 8 << 20, 3 * GIB // 2, 2 << 40)] == ["5 B", "8 MiB", "1.5 GiB", "2 TiB"]
 
 
 # -- on this host
@@ -244,7 +244,7 @@ SPINNING = [
 
 @pytest.mark.parametrize("environ, state", SPINNING)
 def test_threads_that_would_spin_on_cores_of_others_are_named(environ: dict[str, str], state: str) -> None:
-    found = host_facts.threads(8, {"OMP_NUM_THREADS": "3", **environ})
+    found = doctor.threads(8, {"OMP_NUM_THREADS": "3", **environ})
     assert found.state == state and "3 threads a process on 8 cores" in found.text
     assert ("OMP_WAIT_POLICY=PASSIVE" in found.hint) == (state != OK)
     crowded = [environment.crowded(workers, threads, 4, environ) for workers, threads in ((3, 2), (2, 2), (1, 8), (8, 1))]
@@ -263,7 +263,7 @@ HEAPS = [
 
 @pytest.mark.parametrize("environ, state", HEAPS)
 def test_settings_of_glibc_that_keep_large_blocks_are_told(environ: dict[str, str], state: str) -> None:
-    found = host_facts.heap(environ)
+    found = doctor.heap(environ)
     assert found.state == state and (environment.KEEPING in found.hint) == (state != OK)
 
 

@@ -120,17 +120,18 @@ NAMES = """
               for name, module in theirs.items()}
     import rdmarpc
     rdmarpc.install()
-    from rdmarpc.tools import differences, modules
+    from rdmarpc.tools import hook
+    absent, _ = hook.differences()
     unexplained = []
     for name, keys in listed.items():
-        if name not in modules.MEANT:
-            if name.startswith(("torch.distributed.rpc.", "torch._C")) and not name.startswith(tuple(differences.MODULES)):
+        if name not in hook.MEANT:
+            if name.startswith(("torch.distributed.rpc.", "torch._C")) and not name.startswith(tuple(absent)):
                 unexplained.append(name)
             continue
         ours = importlib.import_module(name)
         unexplained += [f"{name}.{key}" for key in keys
-                        if f"{name}.{key}" not in differences.MODULES
-                        and not hasattr(ours, key) and not differences.known(name, key)]
+                        if f"{name}.{key}" not in absent
+                        and not hasattr(ours, key) and not hook.known(name, key)]
     # Not its own, but found where torch has them.
     from torch.distributed.rpc import Store
     from torch.distributed.rpc.rref_proxy import rpc_async, functions

@@ -19,8 +19,10 @@ from torch.optim import optimizer as optimizers
 
 import rdmarpc as rpc
 from rdmarpc import timeline, transfers
-from rdmarpc.graph.fragments.records import BACKWARD, FORWARD, STEP, Move, Operation
+from rdmarpc.graph.fragments import Move, Operation, Phase
 from rdmarpc.places import device, observing, recording, streams, wrap
+
+FORWARD, BACKWARD, STEP = Phase
 
 
 @pytest.fixture(scope="module")

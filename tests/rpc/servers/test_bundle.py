@@ -25,13 +25,13 @@ from rdmarpc.servers.bundle import (
     BundleInlet,
     BundleOutlet,
     Edge,
+    Header,
     Room,
+    Station,
     gradient_note,
 )
-from rdmarpc.servers.layout import Header
 from rdmarpc.servers.server import Server
-from rdmarpc.servers.station import Station
-from rdmarpc.servers.trainer import Trainer
+from rdmarpc.servers.servers import Trainer
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]
@@ -231,7 +231,7 @@ class World:
     def __init__(self, pairs: list[tuple[Device, Channel, Device, Channel]], timeout: float = T) -> None:
         self.workers = [f"w{at}" for at in range(len(pairs))]
         channels = {name: pair[3] for name, pair in zip(self.workers, pairs)}
-        self.server = Server("s", pairs[0][2], channels.__getitem__, self.workers, timeout)
+        self.server = Server(Station("s", pairs[0][2], channels.__getitem__, timeout), self.workers)
         self.server.start()
         self.trainers: list[Trainer] = []
         for name, (device, channel, _, _) in zip(self.workers, pairs):
@@ -243,7 +243,7 @@ class World:
                 assert self.server.error is not None
                 return self.server.error
 
-            trainer = Trainer(name, device, {"s": channel}.__getitem__, explain, timeout)
+            trainer = Trainer(Station(name, device, {"s": channel}.__getitem__, timeout), explain)
             half = trainer.add(weights, gradients)
             half.connect(self.server.ask("enter", name, weights, gradients))
             self.trainers.append(trainer)

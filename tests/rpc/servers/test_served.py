@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import rdmarpc as rpc
-from rdmarpc.servers import serving
+from rdmarpc.servers import server as serving
 from rdmarpc.servers.model import place
 from rdmarpc.servers.servers import _open
 from rdmarpc.transport import PeerLost

@@ -21,7 +21,7 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.servers import serving
+from rdmarpc.servers import server as serving
 from rdmarpc.servers.model import ServedModel
 from rdmarpc.servers.server import Server
 

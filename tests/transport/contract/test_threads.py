@@ -46,7 +46,7 @@ THREADS = {
     "rdmarpc/tools/debug.py _print_on": "guarded for each signal",
     "rdmarpc/links/ring.py _open": "one peer's ring; the link is refused then",
     "rdmarpc/links/losses.py _run_apart": "guarded for each loss",
-    "rdmarpc/servers/serving.py meet": "one server, for each worker; it ends then",
+    "rdmarpc/servers/server.py meet": "one server, for each worker; it ends then",
     "rdmarpc/collectives/queue.py _serve": "guarded for each call, which fails then",
     "rdmarpc/collectives/pairs.py _serve": "guarded; the group's messages fail then",
     "rdmarpc/collectives/backend.py finish": "guarded; the calls that it stands for fail then",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from softverbs import PATH, compiled
 
-from rdmarpc.tools import host_facts
-from rdmarpc.tools.host_facts import LIMITS, MISSING, OK
+from rdmarpc.tools import doctor
+from rdmarpc.tools.doctor import LIMITS, MISSING, OK
 from rdmarpc.transport import RdmaError
 from rdmarpc.transport.gpu import driver
 from rdmarpc.transport.nic import libibverbs
@@ -151,15 +151,15 @@ def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     asked: list[str] = []
     monkeypatch.setattr(driver, "kind", lambda: "")
-    assert [each.state for each in host_facts.gpu(tmp_path, ask)] == [OK]
+    assert [each.state for each in doctor.gpu(tmp_path, ask)] == [OK]
     tree(tmp_path, {"proc/driver/nvidia/version": ""}, {})
-    found = host_facts.gpu(tmp_path, ask)
+    found = doctor.gpu(tmp_path, ask)
     assert [each.state for each in found] == [LIMITS] and "torch is built without CUDA" in found[0].text
     facts(monkeypatch, {116: 1, 118: 100})
-    found = host_facts.gpu(tmp_path, ask)
+    found = doctor.gpu(tmp_path, ask)
     assert [each.state for each in found] == [OK] and "no RDMA adapter" in found[0].text and not asked
     tree(tmp_path, SOFTWARE, TREE)
-    found = host_facts.gpu(tmp_path, ask)
+    found = doctor.gpu(tmp_path, ask)
     assert asked == ["mlx5_0", "mlx5_1", "mlx5_2", "rxe0"]
     assert [each.state for each in found] == [LIMITS] * 4, "for each GPU the adapters that could, and the one that never can"
     assert found[0].text == (
@@ -170,12 +170,12 @@ def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "open kernel modules" in found[0].hint
     assert "no PCI device" in found[1].text and "rxe0" in found[1].text
     tree(tmp_path, {"sys/module/nvidia_peermem/refcnt": "0"}, {})
-    found = host_facts.gpu(tmp_path, ask)
+    found = doctor.gpu(tmp_path, ask)
     assert [each.state for each in found] == [OK, LIMITS] * 2
     assert "GPU 1 is reached by nvidia-peermem (untried on hardware), from mlx5_0 (under one host bridge)" in found[2].text
     assert "not dma-buf" in found[2].text
     facts(monkeypatch, {116: 1, 117: 1, 118: 0, 124: 1})
-    found = host_facts.gpu(tmp_path, ask)
+    found = doctor.gpu(tmp_path, ask)
     assert "reached by dma-buf" in found[0].text and "not " not in found[0].text
     assert all("rdmarpc does not" not in each.text for each in found)
 
@@ -183,7 +183,7 @@ def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise RdmaError("cuInit failed: the driver says CUDA_ERROR_NO_DEVICE")
 
     monkeypatch.setattr(driver, "driver", broken)
-    assert [each.state for each in host_facts.gpu(tmp_path, ask)] == [MISSING]
+    assert [each.state for each in doctor.gpu(tmp_path, ask)] == [MISSING]
 
 
 # -- the native call

@@ -1,16 +1,103 @@
-"""The data-flow graph of what was recorded: who made and who reads each value, how long it lives, bytes alive."""
+"""What was posted to command streams, as plain data, and as a data-flow graph: steps, who made and who reads each value, how
+long it lives, bytes alive.
+
+What was posted are operations, in order, and copies from one place to another. A *storage* is memory that tensors lie over. Its
+number is its name at the worker where it lies; memory of the process that posts has a negative number. A copy of a storage at
+another place is another storage.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from .records import BACKWARD, FORWARD, Event, Move, Operation, Recorded
 
-ACTIVATION, GRADIENT, PARAMETER, INPUT, UPDATE = "activation", "gradient", "parameter", "input", "update"
-"""Kinds of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made
-in an optimizer's step."""
+class Phase(StrEnum):
+    """A step is an optimizer's, with all that runs without grad between a backward and the next forward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class Kind(StrEnum):
+    """Of values: made in a forward, made in a backward, there before as a parameter or buffer, there before, made in an
+    optimizer's step."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    PARAMETER = "parameter"
+    INPUT = "input"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor over a storage. Strides and offset in elements."""
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operator that ran at a place. ``written``: positions of the operands that it writes. ``results`` over storages of no
+    operand are new. ``path``: the module in which it (of a backward: its forward) ran; "" where nobody knows."""
+
+    place: str
+    name: str
+    operands: tuple[Operand, ...]
+    written: tuple[int, ...]
+    results: tuple[Operand, ...]
+    phase: Phase
+    path: str = ""
+
+    @property
+    def short(self) -> str:
+        """Without namespace and overload: ``addmm``."""
+        return self.name.partition("::")[2].partition(".")[0] or self.name
+
+    def __str__(self) -> str:
+        where = f"{self.path}: {self.short}" if self.path else f"{self.short}()"
+        return f"backward of {where}" if self.phase == Phase.BACKWARD else where
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A copy of ``operand`` from place to place, which is storage ``made`` there. ``nbytes`` have crossed. ``name``: what the
+    tensor is called, where that is known; of a gradient: what it is the gradient of. ``maker``: the operation that made it, if
+    it is none that was recorded."""
+
+    source: str
+    target: str
+    operand: Operand
+    made: int
+    nbytes: int
+    phase: Phase
+    name: str = ""
+    maker: str = ""
+
+
+Event = Operation | Move
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one thread posted. ``sizes``: bytes of each storage. ``kinds``: of storages whose making was not recorded (those of
+    no kind are inputs). ``here``: the place of the process that posted."""
+
+    here: str
+    events: tuple[Event, ...]
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    kinds: Mapping[int, Kind] = field(default_factory=dict)
+
+
+# -- the graph
 
 Version = tuple[int, int]
 """A storage, and how often it was written before."""
@@ -100,13 +187,13 @@ class Flow:
             storage = event.operand.storage
         return storage
 
-    def kind(self, storage: int) -> str:
+    def kind(self, storage: int) -> Kind:
         """What lies in a storage, by what made it."""
         origin = self.origin(storage)
         maker = self._maker(origin)
         if maker is not None:
-            return {FORWARD: ACTIVATION, BACKWARD: GRADIENT}.get(maker.phase, UPDATE)
-        return self.recorded.kinds.get(origin, INPUT)
+            return {Phase.FORWARD: Kind.ACTIVATION, Phase.BACKWARD: Kind.GRADIENT}.get(maker.phase, Kind.UPDATE)
+        return self.recorded.kinds.get(origin, Kind.INPUT)
 
     def _maker(self, storage: int) -> Event | None:
         life = self.lives.get(storage)
@@ -157,3 +244,47 @@ class Flow:
         for event in self.recorded.events:
             found += [event.source, event.target] if isinstance(event, Move) else [event.place]
         return list(dict.fromkeys(found))
+
+
+# -- steps
+
+
+def steps(recorded: Recorded) -> list[Recorded]:
+    """What was recorded, step by step. A step begins with the first forward after an optimizer's step; where no optimizer ran,
+    with the first one after a backward. A forward at the end that ran in no module looks at results: it belongs to the step
+    before."""
+    events = recorded.events
+    last = Phase.STEP if any(event.phase == Phase.STEP for event in events) else Phase.BACKWARD
+    forward = [event.phase == Phase.FORWARD for event in events]
+    begins = [at for at in range(len(events)) if not at or (forward[at] and events[at - 1].phase == last)]
+    if len(begins) > 1 and all(forward[begins[-1] :]) and not any(getattr(each, "path", "") for each in events[begins[-1] :]):
+        begins.pop()
+    ends = [*begins[1:], len(events)]
+    return [replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]
+
+
+def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[tuple[int, Move]]]:
+    """The copies of a step, each with the number of its event, by what they are: source, target, kind, name and maker. Copies
+    of one key are told apart by order."""
+    flow = Flow(recorded)
+    found: dict[tuple[str, ...], list[tuple[int, Move]]] = {}
+    for number, move, _ in flow.moved:
+        maker = flow.allocator(move.operand.storage)
+        made_by = str(maker) if isinstance(maker, Operation) else move.maker
+        key = move.source, move.target, flow.kind(move.operand.storage), move.name, made_by
+        found.setdefault(key, []).append((number, move))
+    return found
+
+
+def varying(recorded: Sequence[Recorded]) -> set[tuple[tuple[str, ...], int]]:
+    """(key, number among those of that key) of the copies that are not made in each of these steps with the same shape, strides
+    and dtype: dynamic ones. The others are static."""
+    every = [crossings(step) for step in recorded]
+    found = set()
+    for key in dict.fromkeys(key for each in every for key in each):
+        columns = [each.get(key, []) for each in every]
+        for at in range(max(map(len, columns))):
+            tensors = [column[at][1].operand if at < len(column) else None for column in columns]
+            if len({each and (each.shape, each.strides, each.dtype) for each in tensors}) > 1:
+                found.add((key, at))
+    return found

@@ -1,1 +1,0 @@
-"""What crosses in a step, for people: as data, as tables, as a picture."""
