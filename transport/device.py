@@ -408,6 +408,3 @@ os.register_at_fork(after_in_child=_after_fork)
 def host_id() -> str:
     """The same text for two processes exactly if they share a kernel and a network namespace (so also Unix sockets)."""
     return hashlib.sha256(kernel_and_network().encode()).hexdigest()[:16]
-
-
-__all__ = ["Device", "DeviceOptions", "Door", "OnConnect", "check_require", "host_id"]

@@ -47,7 +47,7 @@ GROUP = "rdmarpc.devices"
 Factory = Callable[..., Device]
 """Called with what stands behind ``KIND://`` (empty: nothing), the ``DeviceOptions``, and options of that kind by name."""
 _OPTIONS = {field.name for field in fields(DeviceOptions)}
-KINDS = ("shm", "verbs", "tcp")
+_BY_SPEED = ("shm", "verbs", "tcp")
 """The fastest first."""
 _UNUSABLE = "no-verbs"
 _DOCTOR = "`rdmarpc doctor ADDRESS` says what each device would need"
@@ -286,7 +286,7 @@ class AutoDevice(Device):
         """The devices, the fastest first, each with why it cannot reach the peer at that address, or ``None`` where it may: as
         far as can be told without asking the peer."""
         parts = _split(peer)
-        return {kind: self._refusal(kind, parts) for kind in KINDS}
+        return {kind: self._refusal(kind, parts) for kind in _BY_SPEED}
 
     def _refusal(self, kind: str, parts: dict[str, str]) -> Refusal | None:
         ours = self.refused.get(kind)
@@ -311,7 +311,7 @@ class AutoDevice(Device):
         self.check()
         deadline = time.monotonic() + of_socket(timeout)
         parts, weighed = _split(peer), self.weigh(peer)
-        for kind in [kind for kind in KINDS if weighed[kind] is None]:
+        for kind in [kind for kind in _BY_SPEED if weighed[kind] is None]:
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 channel = self.devices[kind].connect(parts[kind].encode(), hello=hello, timeout=left, pool=pool)

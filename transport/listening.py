@@ -158,6 +158,8 @@ class ListeningDevice(Device):
 
     def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> Channel:
         """All after the proof, on the side that connects."""
+        if time.monotonic() >= deadline:  # a fast peer would still answer, sometimes
+            raise TimeoutError
         with contextlib.ExitStack() as stack:
             with self._service.handshakes.limited(sock, deadline):
                 ours = stack.enter_context(self._offer(sock))

@@ -108,14 +108,6 @@ def folder(code: int, table: int, nbytes: int, count: int) -> int:
 
 
 @inline
-def add_up(call: int, result: int, nbytes: int) -> int:
-    """Add up the sources in the table of a call."""
-    table, count = load_acquire(call + 8 * CALL_TABLE), load_acquire(call + 8 * CALL_LANES) + 1
-    store_release(table, result)
-    return call_c(load_acquire(call + 8 * CALL_FOLDER), load_acquire(call + 8 * CALL_FOLD), table, nbytes, count)
-
-
-@inline
 def write(call: int, lane: int, source: int, nbytes: int) -> int:
     """Write a piece into the next slot of a lane, which is free: 1; -1: the lane is closed."""
     block, sent = load_acquire(lane + 8 * LANE_NOTIFY), load_acquire(lane + 8 * LANE_SENT)
@@ -213,6 +205,19 @@ def take(lane: int) -> int:
 
 
 @inline
+def add_up(call: int, own: int, result: int, nbytes: int) -> int:
+    """Add up the sources in the table of a call, with what lies at ``own``, and give the slots of the others back: 1."""
+    table, count = load_acquire(call + 8 * CALL_TABLE), load_acquire(call + 8 * CALL_LANES) + 1
+    store_release(table, result)
+    store_release(table + 16 + 8 * load_acquire(call + 8 * CALL_RANK), own)
+    call_c(load_acquire(call + 8 * CALL_FOLDER), load_acquire(call + 8 * CALL_FOLD), table, nbytes, count)
+    for number in range(count - 1):
+        take(call + 8 * (CALL_WORDS + LANE_WORDS * number))
+    store_release(call + 8 * CALL_FOLDED, load_acquire(call + 8 * CALL_FOLDED) + 1)
+    return 1
+
+
+@inline
 def _item(call: int, place: int) -> int:
     """What stands at this place of a stream: two times its chunk, and one more for a sum."""
     chunks = load_acquire(call + 8 * CALL_CHUNKS)
@@ -285,12 +290,7 @@ def _sum_next(call: int) -> int:
         store_release(sources + 8 * load_acquire(lane + 8 * LANE_RANK), slot + HEADER)
     rank = load_acquire(call + 8 * CALL_RANK)
     own = load_acquire(call + 8 * CALL_OWN) + _start(call, rank, chunk)
-    store_release(sources + 8 * rank, own)
-    add_up(call, own, _nbytes(call, rank, chunk))
-    for number in range(count):
-        take(lanes + 8 * LANE_WORDS * number)
-    store_release(call + 8 * CALL_FOLDED, chunk + 1)
-    return 1
+    return add_up(call, own, own, _nbytes(call, rank, chunk))
 
 
 @inline
@@ -368,12 +368,7 @@ def _add_up(call: int) -> int:
         return 0
     at = done * load_acquire(call + 8 * CALL_PIECE)
     nbytes = min(load_acquire(call + 8 * CALL_PIECE), load_acquire(call + 8 * CALL_BYTES) - at)
-    store_release(sources + 8 * load_acquire(call + 8 * CALL_RANK), load_acquire(call + 8 * CALL_OWN) + at)
-    add_up(call, load_acquire(call + 8 * CALL_RESULT) + at, nbytes)
-    for number in range(count):
-        take(lanes + 8 * LANE_WORDS * number)
-    store_release(call + 8 * CALL_FOLDED, done + 1)
-    return 1
+    return add_up(call, load_acquire(call + 8 * CALL_OWN) + at, load_acquire(call + 8 * CALL_RESULT) + at, nbytes)
 
 
 @inline

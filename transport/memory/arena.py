@@ -205,7 +205,19 @@ class Pool:
         ready = self.bins.get(size)
         if ready:
             return ready.pop()
-        return self._carve(size)
+        best = -1
+        for at, (_, _, free) in enumerate(self.extents):
+            if free >= size and (best < 0 or free < self.extents[best][2]):
+                best = at
+        if best < 0:
+            return None
+        index, offset, free = self.extents[best]
+        self.segments[index].reserve(offset + size)
+        if free == size:
+            del self.extents[best]
+        else:
+            self.extents[best] = (index, offset + size, free - size)
+        return Block(self.segments[index], offset, size)
 
     def add(self, segment: Segment, taken: int = 0) -> None:
         """Enter a segment. ``taken``: the bytes at its start that are in use already."""
@@ -221,21 +233,6 @@ class Pool:
         self.extents.clear()
         self._index.clear()
         return segments
-
-    def _carve(self, size: int) -> Block | None:
-        best = -1
-        for at, (_, _, free) in enumerate(self.extents):
-            if free >= size and (best < 0 or free < self.extents[best][2]):
-                best = at
-        if best < 0:
-            return None
-        index, offset, free = self.extents[best]
-        self.segments[index].reserve(offset + size)
-        if free == size:
-            del self.extents[best]
-        else:
-            self.extents[best] = (index, offset + size, free - size)
-        return Block(self.segments[index], offset, size)
 
     def merge_bins(self) -> None:
         for blocks in self.bins.values():

@@ -34,19 +34,8 @@ from typing import Any
 from ..errors import NotSupported, RdmaError
 from ..memory import mapping
 from ..words import layout as at
-from .libibverbs import (
-    LINK_LAYERS,
-    LOCAL,
-    REMOTE_READ,
-    REMOTE_WRITE,
-    DeviceAttr,
-    PortAttr,
-    Route,
-    event_name,
-    failure,
-    library,
-    registration_failure,
-)
+from . import libibverbs
+from .libibverbs import LOCAL, REMOTE_READ, REMOTE_WRITE, DeviceAttr, PortAttr, Route
 from .packages import Package
 
 MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
@@ -257,7 +246,7 @@ class Context:
         self.native: Any = self._attempt("ibv_open_device", lambda: package.new_context(name))
         self.lock = threading.RLock()
         self.children: list[Any] = []
-        self.lib = library()
+        self.lib = libibverbs.library()
         self.pid = os.getpid()
         self.address = find(self.native, "ibv_context", lambda p: is_context(p, name, self.native))
         self.async_fd = half(self.address + at.CONTEXT_ASYNC_FD)
@@ -281,7 +270,7 @@ class Context:
                 raise
             if code <= 0:
                 raise RdmaError(f"{verb} failed: {error}", device=self.name) from error
-            raise failure(self.name, verb, code) from error
+            raise libibverbs.failure(self.name, verb, code) from error
 
     def device(self) -> DeviceAttr:
         attr = self.call("ibv_query_device", lambda: self.native.query_device())
@@ -292,7 +281,7 @@ class Context:
         attr = self.call("ibv_query_port", lambda: self.native.query_port(number))
         return PortAttr(
             state=_PORT_STATES[attr.state],
-            link_layer=LINK_LAYERS[attr.link_layer],
+            link_layer=libibverbs.LINK_LAYERS[attr.link_layer],
             lid=attr.lid,
             max_mtu=_BYTES_OF_MTU.get(attr.max_mtu, 0),
             active_mtu=_BYTES_OF_MTU.get(attr.active_mtu, 0),
@@ -306,11 +295,11 @@ class Context:
         (``gpudirect.PEERMEM``)."""
         # libibverbs may change the mappings of the whole range before the kernel refuses it.
         if not device_memory and (peek(address, 1) is None or peek(address + nbytes - 1, 1) is None):
-            raise registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
+            raise libibverbs.registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
         try:
             native = self.call("ibv_reg_mr", lambda: self.package.new_region(self.pd, address, nbytes, _ACCESS[access]))
         except RdmaError as error:
-            raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
+            raise libibverbs.registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
         return self.add(MemoryRegion, native, address)
 
     def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
@@ -377,9 +366,9 @@ class Context:
                 code = ctypes.get_errno()
                 if code in (errno.EAGAIN, errno.EINTR):
                     return None
-                raise failure(self.name, "ibv_get_async_event", code)
+                raise libibverbs.failure(self.name, "ibv_get_async_event", code)
             self.lib.ibv_ack_async_event(event)
-        return event_name(struct.unpack_from("<i", event, at.ASYNC_EVENT_TYPE)[0])
+        return libibverbs.event_name(struct.unpack_from("<i", event, at.ASYNC_EVENT_TYPE)[0])
 
     def add(self, kind: Callable[..., Any], native: Any, *rest: Any) -> Any:
         """Own what was just made; what cannot be owned is destroyed again."""

@@ -30,6 +30,7 @@ import os
 import secrets
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -101,9 +102,8 @@ def _not_ours(folder: Path) -> str:
 
 def _make(path: Path) -> None:
     """Make the file. It appears under its name complete, or not at all; if several processes make it at once, one wins."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with open(fd, "wb") as file:
                 file.write(secrets.token_hex(_BYTES).encode())

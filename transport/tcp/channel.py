@@ -142,19 +142,13 @@ class TcpChannel(Channel):
             # What the I/O thread was reading a moment ago it may signal without our notice: so the first slices are short.
             self._reads_until = time.monotonic() + slice_s + _OVERDUE_S
             found = self.reader.await_bytes(record, target, spin_ns, int(min(slice_s, left) * 1e9))
-            if found == READABLE and not self._hear_now():
+            if found == READABLE and not self.reader.hear():
+                self._io.attend(self.sock, self)  # what has come is for the I/O thread
                 return kernels.load(record) >= target
             if kernels.load(record) >= target:
                 return True
             if found != READABLE:
                 spin_ns, slice_s = 0, min(2 * slice_s, kernels.SLICE_NS / 1e9)
-        return False
-
-    def _hear_now(self) -> bool:
-        """Take what has come, or have the I/O thread do it: ``False``."""
-        if self.reader.hear():
-            return True
-        self._io.attend(self.sock, self)
         return False
 
     def fence(self, timeout: float | None = None) -> None:

@@ -46,26 +46,8 @@ from ..words.compiled import compiled
 from ..words.kernels import OK, TIMEOUT
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES, signal
 from ..words.symbols import CFunction, i32, i64, inline
-from .outbox import (
-    ACK,
-    BEAT,
-    BYE,
-    CHECK,
-    DATA,
-    HEADER,
-    LAST,
-    LATER,
-    MAX_REASON,
-    NOTIFY,
-    READ,
-    REFUSED,
-    SILENT,
-    TURN_BYTES,
-    WRITE,
-    Buffers,
-    Outbox,
-    memory_at,
-)
+from . import outbox as wire
+from .outbox import ACK, BEAT, HEADER, LAST, LATER, NOTIFY, SILENT, WRITE, Outbox, memory_at
 from .transfer import Posts
 
 PEEK_BYTES, PLACES = 4096, 16
@@ -227,7 +209,7 @@ class Reader:
         self._left = 0
         self._target: memoryview | None = None
         self._target_region = 0
-        self._reason = bytearray(MAX_REASON)
+        self._reason = bytearray(wire.MAX_REASON)
         # State of the post that is being received:
         self._refusal = ""
         self._answered_by_data = False
@@ -236,7 +218,7 @@ class Reader:
     def receive(self) -> RdmaError | None:
         """Read and handle what has come. Returns why the stream has ended, or ``None``."""
         with self.lock:
-            room = TURN_BYTES
+            room = wire.TURN_BYTES
             try:
                 if self.hear() and not self._word(STATE_MORE):
                     return None
@@ -332,55 +314,55 @@ class Reader:
     def _begin_frame(
         self, op: int, flags: int, index: int, imm: int, seq: int, region: int, key: int, offset: int, nbytes: int
     ) -> None:
-        if op in (WRITE, READ, CHECK):
-            found = self._access.look_up(region, key, offset, nbytes, write=op != READ)
+        if op in (wire.WRITE, wire.READ, wire.CHECK):
+            found = self._access.look_up(region, key, offset, nbytes, write=op != wire.READ)
             if isinstance(found, str):
                 self._refusal = self._refusal or found
-            elif op == WRITE:
+            elif op == wire.WRITE:
                 self._target = found
                 if nbytes:  # an empty copy needs no right
                     key, address, size = self._access.place(region)
                     self._places[region % PLACES] = region, key - (1 << 64) if key >> 63 else key, address, size
-            elif op == READ and not self._refusal:
+            elif op == wire.READ and not self._refusal:
                 self._send_ack()
                 self._answered_by_data = bool(flags & LAST)
-                self._answer(DATA, seq, [found], region=region, index=index, flags=flags & LAST)
-            if op == WRITE:
+                self._answer(wire.DATA, seq, [found], region=region, index=index, flags=flags & LAST)
+            if op == wire.WRITE:
                 self._left, self._target_region = nbytes, region
-        elif op == DATA:
+        elif op == wire.DATA:
             self._target, self._left = self._posts.target(seq, index), nbytes
             if self._target is None or len(self._target) != nbytes:
                 raise self._malformed("data that nobody asked for")
-        elif op == REFUSED:
-            if nbytes > MAX_REASON:
+        elif op == wire.REFUSED:
+            if nbytes > wire.MAX_REASON:
                 raise self._malformed("an overlong reason")
             self._left, self._target = nbytes, memoryview(self._reason)[:nbytes]
-        elif op not in (NOTIFY, ACK, BYE, BEAT):
+        elif op not in (wire.NOTIFY, wire.ACK, wire.BYE, wire.BEAT):
             raise self._malformed(f"operation {op}")
-        if imm > MAX_NOTIFY or (op in (ACK, DATA, REFUSED) and seq > self._posts.last):
+        if imm > MAX_NOTIFY or (op in (wire.ACK, wire.DATA, wire.REFUSED) and seq > self._posts.last):
             raise self._malformed("a number out of range")
 
     def _end_frame(self) -> None:
         op, flags, index, imm, seq, _, _, _, nbytes = self._frame
         self._target, self._target_region = None, 0
-        if op in (WRITE, READ, CHECK, NOTIFY):
+        if op in (wire.WRITE, wire.READ, wire.CHECK, wire.NOTIFY):
             if imm and not self._refusal:
                 kernels.signal(self._records + (imm - 1) * RECORD_BYTES, self._bells)
             if flags & LAST:
                 self._end_post(flags, seq)
-        elif op == ACK or (op == DATA and flags & LAST):
+        elif op == wire.ACK or (op == wire.DATA and flags & LAST):
             self._posts.answer(seq)
-        elif op == REFUSED:
+        elif op == wire.REFUSED:
             self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._posts.peer, "tcp"))
-        elif op == BYE:
+        elif op == wire.BYE:
             raise goodbye(index, self._posts.peer, "tcp")
 
     def _end_post(self, flags: int, seq: int) -> None:
         if self._refusal:
             self._send_ack()
-            self._answer(REFUSED, seq, [self._refusal.encode()[:MAX_REASON]])
-        elif not self._answered_by_data and not flags & SILENT:
-            if flags & LATER:
+            self._answer(wire.REFUSED, seq, [self._refusal.encode()[: wire.MAX_REASON]])
+        elif not self._answered_by_data and not flags & wire.SILENT:
+            if flags & wire.LATER:
                 kernels.store(self._outbox.owed, seq)
             else:
                 self._ack_due = seq
@@ -388,11 +370,11 @@ class Reader:
 
     def _send_ack(self) -> None:
         if self._ack_due:
-            self._answer(ACK, self._ack_due, [])
+            self._answer(wire.ACK, self._ack_due, [])
             self._ack_due = 0
             kernels.store(self._at + 8 * STATE_DUE, 0)
 
-    def _answer(self, op: int, seq: int, parts: Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
+    def _answer(self, op: int, seq: int, parts: wire.Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
         nbytes = sum(len(part) for part in parts)
         with self._outbox.lock:
             self._outbox.send([HEADER.pack(op, flags, index, 0, seq, 0, 0, 0, nbytes), *parts], region=region)

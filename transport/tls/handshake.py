@@ -162,7 +162,7 @@ def run(at: int) -> int:
 class Relay:
     """Owns ``tcp``, its ``SSL`` (a pointer) and ``local``, the end of a socket pair, from ``start`` on."""
 
-    def __init__(self, tcp: socket.socket, ssl: int, local: socket.socket, renew_bytes: int) -> None:
+    def __init__(self, tcp: socket.socket, ssl: int, local: socket.socket) -> None:
         self.tcp, self._ssl, self._local = tcp, ssl, local
         self._lib: Any = library()
         self._buffers = np.zeros((2, BUFFER_BYTES), np.uint8)
@@ -173,7 +173,7 @@ class Relay:
         words[_GET_ERROR], words[_CLEAR] = address(self._lib.SSL_get_error), address(self._lib.ERR_clear_error)
         words[_LAST_ERROR] = address(self._lib.ERR_peek_last_error)
         words[_SHUTDOWN], words[_KEY_UPDATE] = address(self._lib.SSL_shutdown), address(self._lib.SSL_key_update)
-        words[_RENEW] = renew_bytes
+        words[_RENEW] = RENEW_BYTES
         words[_OUT], words[_IN] = self._buffers[0].ctypes.data, self._buffers[1].ctypes.data
         words[_FDS] = self._fds.ctypes.data
         self._thread = threading.Thread(target=self._run, name="rdmarpc-tls", daemon=True)
@@ -253,11 +253,10 @@ class SealedStream(socket.socket):
 
 
 class Tls:
-    """TLS for the streams of one device: ``seal`` encrypts one, ``close`` is called after all have ended. Thread-safe.
-    ``renew_bytes``: how many bytes are sent under one key."""
+    """TLS for the streams of one device: ``seal`` encrypts one, ``close`` is called after all have ended. Thread-safe."""
 
-    def __init__(self, given: TlsOptions, secret: bytes, device: str, renew_bytes: int = RENEW_BYTES) -> None:
-        self._lib, self._device, self._renew = openssl.library(), device, renew_bytes
+    def __init__(self, given: TlsOptions, secret: bytes, device: str) -> None:
+        self._lib, self._device = openssl.library(), device
         self.given = given
         self._relays: weakref.WeakSet[Relay] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -350,7 +349,7 @@ class Tls:
             if self._lib.SSL_export_keying_material(ssl, binding, _KEY_BYTES, _LABEL, len(_LABEL), None, 0, 0) != 1:
                 raise RdmaError("OpenSSL exports no keying material", device=self._device)
             near, far = socket.socketpair()
-            relay = Relay(own, ssl, far, self._renew)
+            relay = Relay(own, ssl, far)
             stream = SealedStream(near, relay)
             stream.settimeout(max(deadline - time.monotonic(), 0.001))
             with self._lock:

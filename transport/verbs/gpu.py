@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 WAIT_LIMIT_S = 60.0
 """How long ``wait`` does."""
 _TEND_S, _JOIN_S = 0.5, 5.0
+_ROOT = Path("/")
 _FOR_GOOD = ("EOPNOTSUPP", "EPROTONOSUPPORT", "ENOSYS", "CUDA_ERROR_NOT_SUPPORTED")
 """Errors that refuse a way for all memory, not only for one allocation."""
 _WAIT_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
@@ -86,20 +87,18 @@ class GpuMemory:
     """The GPU memory that one RDMA device has registered, and posts from it. Thread-safe. Close it before its context.
     ``count(name)`` adds one to a counter. ``pins``: the arena's pinned segments, if there are any."""
 
-    def __init__(
-        self, context: Context, count: Callable[[str], None], pins: Pins | None = None, *, root: Path = Path("/")
-    ) -> None:
+    def __init__(self, context: Context, count: Callable[[str], None], pins: Pins | None = None) -> None:
         """Raises ``NotSupported`` where no GPU driver is installed."""
         self._cuda: Driver = driver.driver()
         self.kind = driver.kind()
-        self._context, self._count, self._root = context, count, root
+        self._context, self._count = context, count
         self._pins, self._own_pins = pins or Pins(), pins is None
         self._lock = threading.RLock()
         self._segments: dict[int, Segment] = {}
         self._decisions: dict[int, Decision] = {}
         self._gpus: dict[int, gpudirect.Gpu] = {}
-        self._adapter = gpudirect.adapter_of(context.name, root, context.dma_buf_status())
-        self._module = gpudirect.peermem(root)
+        self._adapter = gpudirect.adapter_of(context.name, _ROOT, context.dma_buf_status())
+        self._module = gpudirect.peermem(_ROOT)
         self._behind: dict[int, Behind] = {}
         self._notes: set[str] = set()
         self._flushers: dict[int, Callable[[], None]] = {}
@@ -113,7 +112,7 @@ class GpuMemory:
         """How the adapter reaches a GPU. The decision changes when a way turns out not to work."""
         with self._lock:
             if index not in self._decisions:
-                gpu = self._gpus[index] = gpudirect.gpu_of(self._cuda, index, self._root)
+                gpu = self._gpus[index] = gpudirect.gpu_of(self._cuda, index, _ROOT)
                 found = gpudirect.decide(gpu, self._adapter, self._module)
                 if found.way != gpudirect.STAGED and found.flush != gpudirect.NONE:
                     found = self._with_flush(index, found)

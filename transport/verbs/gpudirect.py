@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 from ..errors import RdmaError
@@ -223,11 +225,7 @@ def distance(gpu: Gpu, adapter: Adapter) -> str:
     """One of ``DISTANCES``. It decides about speed: a processor passes on between devices of its bridges, if slowly."""
     if not gpu.path or not adapter.path:
         return DISTANCES[3]
-    common = 0
-    for one, other in zip(gpu.path, adapter.path):
-        if one != other:
-            break
-        common += 1
+    common = sum(takewhile(bool, map(eq, gpu.path, adapter.path)))
     return DISTANCES[2 - min(common, 2)]
 
 

@@ -30,6 +30,8 @@ from ..words import completions, kernels
 from ..words import layout as at
 from .registrations import Place
 
+Side = tuple[RemoteRegion, Place, torch.Tensor, bool]
+"""The remote range and its place, the local tensor, and whether the copy is a WRITE."""
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
 _PATIENCE_NS = 1_000_000
@@ -144,14 +146,7 @@ class _Piece:
 class VerbsTransfer(Transfer):
     __slots__ = ("__weakref__", "_chains", "_channel", "_gpus", "_held", "_lane", "_pieces", "_staging", "revoked")
 
-    def __init__(
-        self,
-        channel: Any,
-        sides: Sequence[tuple[RemoteRegion, Place, torch.Tensor, bool]],
-        imm: int | None,
-        *,
-        once: bool = False,
-    ) -> None:
+    def __init__(self, channel: Any, sides: Sequence[Side], imm: int | None, *, once: bool = False) -> None:
         self._channel = channel
         self.revoked = ""
         self._chains: list[Chain] = []

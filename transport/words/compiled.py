@@ -69,11 +69,10 @@ class Compiled(Kernel):
         """Load the code, or make it: its address."""
         with _lock:
             symbol = f"rdmarpc.{self.name}.{self.digest.hex()[:16]}"
-            where = self.function.__module__, self.function.__code__.co_filename, _environment()
-            code = _find(*where, self.name, self.digest)
+            code = _find(self)
             if code is None:
                 code = _made(self, symbol)
-                _keep(*where, self.name, Entry(self.digest, code))
+                _keep(self, code)
             self._address = machine.address_of(code, symbol)
             return self._address
 
@@ -162,27 +161,25 @@ class Entry(NamedTuple):
     code: bytes
 
 
-def _find(module: str, source: str, environment: str, name: str, digest: bytes) -> bytes | None:
-    """The code of the kernel ``name`` of a module whose file is ``source``, if it is kept."""
+def _find(kernel: Compiled) -> bytes | None:
+    """Its code, if that is kept."""
     while _place != _NONE:
         try:
-            _, entries = _opened(module, source, environment)
+            found = _opened(kernel)[1].get(kernel.name)
+            return found.code if found is not None and found.digest == kernel.digest else None
         except (OSError, ValueError) as error:
             _next(error)
-            continue
-        found = entries.get(name)
-        return found.code if found is not None and found.digest == digest else None
     return None
 
 
-def _keep(module: str, source: str, environment: str, name: str, entry: Entry) -> None:
-    """Keep the code of a kernel for other processes."""
+def _keep(kernel: Compiled, code: bytes) -> None:
+    """Keep its code for other processes."""
     while _place != _NONE:
         try:
-            path, entries = _opened(module, source, environment)
+            path, entries = _opened(kernel)
             if path.exists():
                 entries.update({**_read(path), **entries})
-            entries[name] = entry
+            entries[kernel.name] = Entry(kernel.digest, code)
             _write(path, entries)
             return
         except (OSError, ValueError) as error:
@@ -200,11 +197,12 @@ def _next(error: Exception) -> None:
         log.warning("every process compiles its kernels anew, which takes seconds: %s; %s", reason, hint)
 
 
-def _opened(module: str, source: str, environment: str) -> tuple[Path, dict[str, Entry]]:
+def _opened(kernel: Compiled) -> tuple[Path, dict[str, Entry]]:
+    module, source = kernel.function.__module__, kernel.function.__code__.co_filename
     known = _files.get(module)
     if known is None or known[0] != _place:
         folder = _private(source) if _place == _PRIVATE else _usual(source)
-        path = folder / f"{module}.{environment}.kernels"
+        path = folder / f"{module}.{_environment()}.kernels"
         known = _files[module] = (_place, path, _read(path) if path.exists() else {})
     return known[1], known[2]
 

@@ -30,7 +30,6 @@ from rdmarpc.transport import (
     TlsOptions,
     TransferTimeout,
 )
-from rdmarpc.transport.tls.handshake import Tls
 
 T = 30.0
 SECRET = ENCRYPTED["secret"]
@@ -157,8 +156,7 @@ def test_the_end_that_sees_the_change_says_so(open_device: Open, wire: Callable[
 
 
 def test_keys_are_renewed(open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Tls.__init__
-    monkeypatch.setattr(Tls, "__init__", lambda self, *given: made(self, *given, renew_bytes=20_000))
+    monkeypatch.setattr("rdmarpc.transport.tls.handshake.RENEW_BYTES", 20_000)
     a, b = (open_device("tcp", **ENCRYPTED) for _ in range(2))
     channel = a.connect(b.address)
     known = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
