@@ -165,6 +165,8 @@ class Losses:
         self._ended, self.at_once = lambda link, error: [], nobody
 
 
+# -- why this process ends
+
 _HEAD, _TAIL = 300, 500
 """Characters of a text that is too long. A loss that was caused by another loss has the first cause at its end."""
 INTERRUPTED = KeyboardInterrupt.__name__
