@@ -20,11 +20,11 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import torch
@@ -186,8 +186,7 @@ def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
 # -- auto
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a device is not used, and what would help."""
 
     why: str

@@ -13,7 +13,7 @@ import errno
 import os
 import resource
 from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
 from ..words import layout as at
@@ -22,8 +22,7 @@ LOCAL, REMOTE_READ, REMOTE_WRITE = range(3)
 """Rights on a memory region: only this process uses it; peers may READ it; peers may READ and WRITE it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceAttr:
+class DeviceAttr(NamedTuple):
     """The limits of a device (``ibv_query_device``)."""
 
     fw_ver: str
@@ -36,8 +35,7 @@ class DeviceAttr:
     max_qp_init_rd_atom: int
 
 
-@dataclass(frozen=True, slots=True)
-class PortAttr:
+class PortAttr(NamedTuple):
     """``ibv_query_port``. ``state``: ``"ACTIVE"``, ``"DOWN"``, ...; ``link_layer``: ``"INFINIBAND"`` or ``"ETHERNET"``; MTUs in
     bytes; ``global_only``: every packet needs a global route header."""
 
@@ -50,8 +48,7 @@ class PortAttr:
     global_only: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """How a queue pair reaches its peer. ``mtu`` in bytes; ``sgid_index``: entry of our GID table; ``retry_cnt``: how often an
     unanswered packet is sent again, 4.096 us times 2 to the power ``timeout`` apart; ``reads``: how many READs are under way
     at once, each way."""
@@ -70,8 +67,7 @@ class Route:
     reads: int
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(NamedTuple):
     """The meaning of a status: its name, the class of the error to raise, the likely cause, and what to do."""
 
     name: str

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import dataclasses
 import errno
 import functools
 import mmap
@@ -274,8 +273,7 @@ class Context:
 
     def device(self) -> DeviceAttr:
         attr = self.call("ibv_query_device", lambda: self.native.query_device())
-        names = (field.name for field in dataclasses.fields(DeviceAttr))
-        return DeviceAttr(**{name: getattr(attr, self.package.renamed.get(name, name)) for name in names})
+        return DeviceAttr(**{name: getattr(attr, self.package.renamed.get(name, name)) for name in DeviceAttr._fields})
 
     def port(self, number: int) -> PortAttr:
         attr = self.call("ibv_query_port", lambda: self.native.query_port(number))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import NotSupported, RdmaError
 from ..peers.address import where_to_listen
@@ -24,6 +24,7 @@ from .packages import Package
 from .sysfs import Found, Gid
 
 _WIRE = struct.Struct("<BBBBBBH16s")
+ENDPOINT_BYTES = _WIRE.size
 _VERSION = 1
 _LINKS = ("INFINIBAND", "ETHERNET")
 _KINDS = ("IB", "RoCEv1", "RoCEv2")
@@ -33,8 +34,7 @@ _MOST_READS = 16
 """READs under way on a queue pair; more bring nothing on any adapter, and each holds memory of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """A port as its peers see it. ``mtu`` in bytes; ``reads``: how many READs it serves and issues at once."""
 
     link_layer: str
@@ -50,10 +50,8 @@ class Endpoint:
         reads = max(1, min(_MOST_READS, device.max_qp_rd_atom, device.max_qp_init_rd_atom))
         return Endpoint(port.link_layer, gid.kind, port.active_mtu, reads, port.global_only, port.lid, gid.raw)
 
-    SIZE = _WIRE.size
-
     def dump(self) -> bytes:
-        """``SIZE`` bytes."""
+        """``ENDPOINT_BYTES`` bytes."""
         link, kind, mtu = _LINKS.index(self.link_layer), _KINDS.index(self.kind), _MTUS.index(self.mtu)
         return _WIRE.pack(_VERSION, link, kind, mtu, self.reads, self.global_only, self.lid, self.gid)
 
@@ -145,8 +143,7 @@ _OVERHEAD = 104
 """An interface's MTU must be larger than RoCE's by its headers (IP, UDP, transport), which need less than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(NamedTuple):
     """The chosen port, opened. The device that asked for it owns ``context`` and closes it."""
 
     name: str

@@ -27,14 +27,14 @@ from typing import NamedTuple
 
 from ..errors import NotSupported, PeerLost
 from ..listening import MAX_HELLO, failure
-from ..nic.ports import Endpoint
+from ..nic.ports import ENDPOINT_BYTES
 from ..peers import auth
 from ..peers.heartbeat import Pulse
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, LANDING, BEAT = range(1, 10)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
-_SETUP = struct.Struct(f"<QIII{Endpoint.SIZE}sII")
+_SETUP = struct.Struct(f"<QIII{ENDPOINT_BYTES}sII")
 _LENGTH = struct.Struct("<I")
 _SEND_TIMEOUT_S = 5.0
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import RdmaError
 from ..gpu import driver as cuda_driver
@@ -61,8 +62,7 @@ class Gpu:
     """Bytes of its memory that are to be seen on the bus at once: no more can be registered. 0: not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(NamedTuple):
     """An RDMA adapter. ``status``: what ``ibv_reg_dmabuf_mr`` answered to a bad file descriptor (the errno's name): an adapter
     that could, names the descriptor (``EBADF``)."""
 
@@ -72,8 +72,7 @@ class Adapter:
     status: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """A way that is not taken: why, and what would change that."""
 
     way: str
@@ -84,8 +83,7 @@ class Refused:
         return f"not {self.way}: {self.why}"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The ways by which an adapter reaches a GPU's memory. ``ways`` are tried in this order; the last one is always ``STAGED``.
     ``refused``: the other ways. ``flush``: see ``NONE``."""
 
@@ -105,7 +103,7 @@ class Decision:
     def without(self, refused: Refused) -> Decision:
         """This decision without a way that an adapter or a driver turned out not to take."""
         ways = tuple(way for way in self.ways if way != refused.way)
-        return replace(self, ways=ways, refused=(*self.refused, refused))
+        return self._replace(ways=ways, refused=(*self.refused, refused))
 
 
 def better(refused: Iterable[Refused], way: str) -> tuple[Refused, ...]:

@@ -7,9 +7,8 @@ imports none of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,8 +23,7 @@ class Scalar:
         return Signature(self.name, tuple(argument.name for argument in arguments))
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """The names of the types of the result, and of the arguments."""
 
     result: str
@@ -35,8 +33,7 @@ class Signature:
 i64, i32, void = Scalar("int64"), Scalar("int32"), Scalar("void")
 
 
-@dataclass(frozen=True)
-class CFunction:
+class CFunction(NamedTuple):
     """A function of the C library, for kernels."""
 
     name: str
@@ -46,8 +43,7 @@ class CFunction:
         raise TypeError("only kernels can call this")
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation of the machine, for kernels: ``instructions`` has under its name how it is emitted. All operands, and the
     result, are ``int64``."""
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdmarpc.transport import RdmaError
-from rdmarpc.transport.nic.ports import Endpoint, route, why_not
+from rdmarpc.transport.nic.ports import ENDPOINT_BYTES, Endpoint, route, why_not
 
 endpoints = st.builds(
     Endpoint,
@@ -26,13 +26,13 @@ endpoints = st.builds(
 @settings(deadline=None)
 @given(endpoints)
 def test_dump_and_load(endpoint: Endpoint) -> None:
-    assert len(endpoint.dump()) == Endpoint.SIZE
+    assert len(endpoint.dump()) == ENDPOINT_BYTES
     assert Endpoint.load(endpoint.dump()) == endpoint == Endpoint.parse(str(endpoint))
     assert str(endpoint).isalnum()
 
 
 @settings(deadline=None)
-@given(st.one_of(st.binary(max_size=40), st.binary(min_size=Endpoint.SIZE, max_size=Endpoint.SIZE)))
+@given(st.one_of(st.binary(max_size=40), st.binary(min_size=ENDPOINT_BYTES, max_size=ENDPOINT_BYTES)))
 def test_any_other_bytes_are_refused(blob: bytes) -> None:
     try:
         endpoint = Endpoint.load(blob)
