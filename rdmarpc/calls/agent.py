@@ -40,17 +40,7 @@ from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.mail import Carrier
 from ..references.store import LOCAL_BITS
-from ..transport import (
-    Channel,
-    Device,
-    Guard,
-    NotSupported,
-    PeerLost,
-    RdmaError,
-    TransferTimeout,
-    processors,
-    timeouts,
-)
+from ..transport import Channel, Device, Guard, NotSupported, PeerLost, RdmaError, TransferTimeout, processors, timeouts
 from ..transport import cuda_driver as driver
 from . import environment, profiled
 from .callee import Callee

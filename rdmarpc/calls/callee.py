@@ -49,16 +49,7 @@ from ..links.polling.pool import Pool
 from ..links.ring import MAX_BODY, Link
 from ..message import errors, permits, serialize
 from ..message.layout import as_it_lies, travels
-from ..message.tensors import (
-    INLINE_BYTES,
-    NOTHING,
-    Outgoing,
-    pack,
-    pack_handed,
-    string_at,
-    unpack,
-    unpack_lone,
-)
+from ..message.tensors import INLINE_BYTES, NOTHING, Outgoing, pack, pack_handed, string_at, unpack, unpack_lone
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
