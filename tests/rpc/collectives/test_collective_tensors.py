@@ -15,7 +15,7 @@ from test_collective_failures import join
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rdmarpc.collectives.calls import sum_of
-from rdmarpc.transport.exchange.pieces import FOLD_BYTES, folder
+from rdmarpc.transport.exchange.kernels import FOLD_BYTES, folder
 
 COUNT = 400_000
 """Floats of a part: more than the slots between two ranks hold, so what is overwritten too early is noticed."""
