@@ -227,4 +227,4 @@ print(len(ours), [f"{name}.{key}" for name, module in ours.items() for key, valu
 def test_tensors_of_ours_are_on_the_cpu_whatever_the_default_device_is():
     ended = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=120)
     count, _, found = ended.stdout.strip().rpartition("\n")[2].partition(" ")
-    assert ended.returncode == 0 and int(count) > 200 and found == "[]", (ended.stdout[-500:], ended.stderr[-2000:])
+    assert ended.returncode == 0 and int(count) > 150 and found == "[]", (ended.stdout[-500:], ended.stderr[-2000:])
