@@ -1,7 +1,7 @@
 """A timeline: what both sides of calling note, and the trace events that this becomes.
 
-``Calls`` is the observer (``observer``) of an agent that records. What is noted are facts of one moment or of one span on one
-thread, as tuples; which of them belong to one call is found out when they are written down. A call is named by its caller's
+``Calls`` is the observer (``Post.observer``) of an agent that records. What is noted are facts of one moment or of one span on
+one thread, as tuples; which of them belong to one call is found out when they are written down. A call is named by its caller's
 rank and number at both ends. Times: ns of ``time.monotonic_ns``.
 
     ("sent", rank, call, track, begin, end, kind, future, function, peer, bytes)    the calling side: pickled and written
