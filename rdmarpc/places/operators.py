@@ -100,9 +100,8 @@ class Operator:
         aliased = any(r.alias_info is not None for r in returns)
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
         self.kept = func not in _NOT_KEPT
-        sets = [(p, a.alias_info.before_set) for p, a in zip(self.written, filter(_is_written, arguments))]
         self.returned = tuple(
-            next((p for p, found in sets if _is_written(r) and found == r.alias_info.before_set), None) for r in returns
+            next((p for p, a in zip(self.written, filter(_is_written, arguments)) if _same_alias(a, r)), None) for r in returns
         )
         """For each result the written operand that it is."""
         self.foreach = bare.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))
@@ -163,6 +162,10 @@ class Operator:
 
 def _is_written(value: Any) -> bool:
     return value.alias_info is not None and value.alias_info.is_write
+
+
+def _same_alias(argument: Any, result: Any) -> bool:
+    return _is_written(result) and result.alias_info.before_set == argument.alias_info.before_set
 
 
 known_operators: dict[int, Operator] = {}
