@@ -60,13 +60,12 @@ from .shm.channel import runs as process_runs
 # isort: split
 # What kernels are written with, above, too.
 from .words.atomics import (
-    FUTEX_WAIT,
-    FUTEX_WAKE,
-    WAKE_ALL,
     compare_exchange,
     fence,
     fetch_add,
-    futex,
+    futex_wait,
+    futex_wake,
+    futex_wake_one,
     load_acquire,
     memcpy,
     now,

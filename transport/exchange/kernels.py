@@ -37,11 +37,10 @@ from __future__ import annotations
 
 from ..words.atomics import (
     FOLD_BYTES,
-    FUTEX_WAIT,
     fence,
     fetch_add,
     fold,
-    futex,
+    futex_wait,
     load_acquire,
     memcpy,
     now,
@@ -427,7 +426,7 @@ def sleep(call: int, seen: int, slice_ns: int, port: int) -> int:
     if port != 0:
         asleep(port)
     if counted(call) == seen:
-        futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, slice_ns)
+        futex_wait(bell, rings, slice_ns)
     fetch_add(bell + 8, -1)
     if port != 0:
         awake(port)

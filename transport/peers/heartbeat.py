@@ -47,7 +47,7 @@ import numpy as np
 
 from ..errors import GIVEN_UP, PeerLost, RdmaError
 from ..words import kernels
-from ..words.atomics import FUTEX_WAIT, compare_exchange, errno, fetch_add, futex, load_acquire, now, sched_yield, store_release
+from ..words.atomics import compare_exchange, errno, fetch_add, futex_wait, load_acquire, now, sched_yield, store_release
 from ..words.compiled import compiled
 from ..words.symbols import CFunction, i32, i64, inline
 
@@ -249,7 +249,7 @@ def run(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, ti
             row = table + 8 * ROW_WORDS * number
             if load_acquire(row + 32) <= time_now:
                 beat(row, time_now, frame, nbytes)
-        futex(stop, FUTEX_WAIT, 0, tick_ns)
+        futex_wait(stop, 0, tick_ns)
     return 0
 
 

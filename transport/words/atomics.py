@@ -7,7 +7,7 @@ sequentially consistent; ``fence`` orders an earlier store before a later load.
 
 from __future__ import annotations
 
-from .symbols import CFunction, Operation, i32, i64
+from .symbols import CFunction, Operation, i32, i64, inline
 
 memcpy = CFunction("memcpy", i64(i64, i64, i64))
 sched_yield = CFunction("sched_yield", i32())
@@ -18,9 +18,8 @@ FOLD_TYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int
 FOLD_FLOATS = ("float32", "float64", "bfloat16", "float16")
 FOLD_OPERATIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 FOLDS = 8
-# Not FUTEX_PRIVATE: the words lie in memory that two processes map.
-FUTEX_WAIT, FUTEX_WAKE = 0, 1
-WAKE_ALL = 0x7FFFFFFF
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not FUTEX_PRIVATE: the words lie in memory that two processes map
+_ALL = 0x7FFFFFFF
 load_acquire = Operation("load_acquire", "address")
 """The word at this address."""
 store_release = Operation("store_release", "address, value")
@@ -40,7 +39,7 @@ pause = Operation("pause", "")
 """Tell the core that this is a spin loop."""
 now = Operation("now", "")
 """CLOCK_MONOTONIC in nanoseconds (no system call: vDSO)."""
-futex = Operation("futex", "address, operation, value, timeout_ns")
+_futex = Operation("futex", "address, operation, value, timeout_ns")
 """The system call ``futex`` on the low half of a word, with a relative timeout."""
 stream = Operation("stream", "dst, src")
 """Copy ``STREAM_BYTES`` bytes with stores that go past the caches. ``dst`` is aligned to ``STREAM_ALIGN``. A ``fence``
@@ -48,6 +47,24 @@ has to come before anything that announces the data."""
 fold = Operation("fold", "code, dst, left, right")
 """``dst = left OP right`` over ``FOLD_BYTES`` bytes; ``dst`` may be one of them. ``code``: see
 ``fold_code``; nothing happens for one that there is not."""
+
+
+@inline
+def futex_wait(word: int, seen: int, timeout_ns: int) -> int:
+    """Sleep until this word is woken, at most ``timeout_ns``; not at all if its low half is not that of ``seen`` any more."""
+    return _futex(word, _FUTEX_WAIT, seen & 0xFFFFFFFF, timeout_ns)
+
+
+@inline
+def futex_wake(word: int) -> int:
+    """Wake all threads that sleep on this word; how many."""
+    return _futex(word, _FUTEX_WAKE, _ALL, 0)
+
+
+@inline
+def futex_wake_one(word: int) -> int:
+    """Wake one of them; how many."""
+    return _futex(word, _FUTEX_WAKE, 1, 0)
 
 
 def fold_code(kind: str, operation: str) -> int:

@@ -28,20 +28,7 @@ Invariants:
 from __future__ import annotations
 
 from . import layout as at
-from .atomics import (
-    FUTEX_WAKE,
-    WAKE_ALL,
-    call,
-    compare_exchange,
-    fence,
-    fetch_add,
-    futex,
-    load_acquire,
-    now,
-    pause,
-    sched_yield,
-    store_release,
-)
+from .atomics import call, compare_exchange, fence, fetch_add, futex_wake, load_acquire, now, pause, sched_yield, store_release
 from .compiled import compiled
 from .signals import signal
 from .symbols import CFunction, Operation, i32, i64
@@ -158,7 +145,7 @@ def _complete(lane: int, count: int) -> int:
         store_release(lane + 8 * LANE_COMPLETED, count)
     fence()
     if load_acquire(lane + 8 * LANE_SLEEPERS) > 0:
-        futex(lane + 8 * LANE_COMPLETED, FUTEX_WAKE, WAKE_ALL, 0)
+        futex_wake(lane + 8 * LANE_COMPLETED)
     return 0
 
 

@@ -34,15 +34,13 @@ from __future__ import annotations
 import numpy as np
 
 from .atomics import (
-    FUTEX_WAIT,
-    FUTEX_WAKE,
     STREAM_ALIGN,
     STREAM_BYTES,
-    WAKE_ALL,
     compare_exchange,
     fence,
     fetch_add,
-    futex,
+    futex_wait,
+    futex_wake,
     load_acquire,
     memcpy,
     now,
@@ -116,7 +114,7 @@ def progress(port: int) -> int:
 @compiled(i64(i64))
 def wake(word: int) -> int:
     """Wake all threads that sleep on this word."""
-    return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
+    return futex_wake(word)
 
 
 @compiled(i64(i64, i64, i64))
@@ -243,7 +241,7 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
         asleep(port)
     seen = load_acquire(record)
     if seen < target:
-        futex(record, FUTEX_WAIT, seen & 0xFFFFFFFF, slice_ns)
+        futex_wait(record, seen, slice_ns)
     fetch_add(record + 8, -1)
     if port != 0:
         awake(port)
@@ -326,7 +324,7 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
         asleep(port)
     found = _scan(table, rows)
     if found < 0 and (word == 0 or load_acquire(word) == expected):
-        futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, slice_ns)
+        futex_wait(bell, rings, slice_ns)
         found = _scan(table, rows)
     fetch_add(bell + 8, -1)
     if port != 0:

@@ -4,7 +4,7 @@ invariants."""
 
 from __future__ import annotations
 
-from .atomics import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, load_acquire
+from .atomics import fence, fetch_add, futex_wake, load_acquire
 from .compiled import compiled
 from .symbols import i64
 
@@ -22,7 +22,7 @@ def ring_bell(bell: int) -> int:
     fence()
     if load_acquire(bell + 8) > 0:
         fetch_add(bell, 1)
-        futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+        futex_wake(bell)
     return 0
 
 
@@ -36,5 +36,5 @@ def signal(record: int, bells: int) -> int:
     if bell > 0:
         ring_bell(bells + bell * 64)
     elif word > 0:
-        futex(record, FUTEX_WAKE, WAKE_ALL, 0)
+        futex_wake(record)
     return 0

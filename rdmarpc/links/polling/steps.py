@@ -34,15 +34,14 @@ from __future__ import annotations
 import numpy as np
 
 from ...transport import (
-    FUTEX_WAIT,
-    FUTEX_WAKE,
-    WAKE_ALL,
     Poller,
     compare_exchange,
     compiled,
     fence,
     fetch_add,
-    futex,
+    futex_wait,
+    futex_wake,
+    futex_wake_one,
     i64,
     kernels,
     load_acquire,
@@ -71,7 +70,7 @@ class Words:
 def event(word: int) -> int:
     """Something has happened that threads wait for which sleep on this word: wake all of them."""
     fetch_add(word, 1)
-    futex(word, FUTEX_WAKE, WAKE_ALL, 0)
+    futex_wake(word)
     return 0
 
 
@@ -80,7 +79,7 @@ def rouse(asleep: int) -> int:
     """Wake the watchdog if it sleeps."""
     if load_acquire(asleep) == 1:
         store_release(asleep, 0)
-        futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
+        futex_wake(asleep)
     return 1
 
 
@@ -127,7 +126,7 @@ def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
         left = limit_ns - (now() - start)
         if left <= 0:
             break
-        futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, left)
+        futex_wait(bell, rings, left)
     return 0
 
 
@@ -135,7 +134,7 @@ def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
 def spare(jobs: int, seen: int, limit_ns: int) -> int:
     """Sleep until the word ``jobs`` differs from ``seen`` (one is woken for each ``call_one``), or ``limit_ns`` have passed."""
     if load_acquire(jobs) == seen:
-        futex(jobs, FUTEX_WAIT, seen & 0xFFFFFFFF, limit_ns)
+        futex_wait(jobs, seen, limit_ns)
     return 0
 
 
@@ -150,9 +149,9 @@ def call_out(jobs: int, bell: int) -> int:
 def call_one(jobs: int, bell: int) -> int:
     """As ``call_out``, but wake one thread. Only the poller may call it: only threads that stand by sleep on the bell then."""
     fetch_add(jobs, 1)
-    if futex(jobs, FUTEX_WAKE, 1, 0) == 0:
+    if futex_wake_one(jobs) == 0:
         fetch_add(bell, 1)
-        futex(bell, FUTEX_WAKE, 1, 0)
+        futex_wake_one(bell)
     return 0
 
 
@@ -176,7 +175,7 @@ def follow(token: int, events: int, seen: int, spin_ns: int, limit_ns: int) -> i
         if held == 0 or state == POLLING or state == RUNNING:
             return 1
         if now() - start > spin_ns:
-            futex(events, FUTEX_WAIT, seen & 0xFFFFFFFF, limit_ns)
+            futex_wait(events, seen, limit_ns)
             return 0
         pause()
         sched_yield()
@@ -204,14 +203,14 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
             store_release(asleep, 1)
             fence()
             if load_acquire(runs) == last and load_acquire(backlog) == 0:
-                futex(asleep, FUTEX_WAIT, 1, 1_000_000_000)
+                futex_wait(asleep, 1, 1_000_000_000)
             store_release(asleep, 0)
             if load_acquire(runs) == last and load_acquire(backlog) == 0:
                 return 0
             quiet = 0
             before = now()
         # A wait on a word nobody changes: a sleep that needs no further symbol.
-        futex(asleep, FUTEX_WAIT, 0, tick)
+        futex_wait(asleep, 0, tick)
         after = now()
         current = load_acquire(runs)
         tick = min(2 * tick, (16 if after - before > 2 * tick else 4) * tick_ns)
