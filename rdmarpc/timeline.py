@@ -35,8 +35,8 @@ _GATHER_TIMEOUT_S = 60.0
 
 
 class Timeline(events.Calls):
-    """What one worker records, from construction to ``stop``. Thread-safe. Keeps the last ``_LIMIT`` facts, those of some
-    60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
+    """What one worker records, from construction to ``stop``. Thread-safe. Keeps the last 300,000 facts, those of some 60,000
+    calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
 
     def __init__(self, agent: Agent, path: str | os.PathLike[str]) -> None:
         if agent.post.observer is not None:

@@ -47,10 +47,6 @@ GROUP = "rdmarpc.devices"
 Factory = Callable[..., Device]
 """Called with what stands behind ``KIND://`` (empty: nothing), the ``DeviceOptions``, and options of that kind by name."""
 _OPTIONS = {field.name for field in fields(DeviceOptions)}
-_BY_SPEED = ("shm", "verbs", "tcp")
-"""The fastest first."""
-_UNUSABLE = "no-verbs"
-_DOCTOR = "`rdmarpc doctor ADDRESS` says what each device would need"
 
 
 def open_device(name: str = "shm", **options: Any) -> Device:
@@ -184,6 +180,11 @@ def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
 
 
 # -- auto
+
+_BY_SPEED = ("shm", "verbs", "tcp")
+"""The fastest first."""
+_UNUSABLE = "no-verbs"
+_DOCTOR = "`rdmarpc doctor ADDRESS` says what each device would need"
 
 
 class Refusal(NamedTuple):

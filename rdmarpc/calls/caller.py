@@ -5,7 +5,7 @@ classes, whatever its function, so that from the second call on they are WRITTEN
 likewise carries a place for the result once the function's sizes are known. A place is always fresh arena memory,
 used once: the receiver may keep what it got for ever.
 
-A call that times out leaves its memory (arguments that may still be read, places that may still be written) in ``_expired``
+A call that times out leaves its memory (arguments that may still be read, places that may still be written) in ``expired``
 until the late answer comes or the peer is lost.
 """
 

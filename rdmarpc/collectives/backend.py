@@ -20,13 +20,13 @@ from torch.distributed import Store
 from ..base import here
 from ..base.here import lies_elsewhere, refuse
 from ..options import RpcBackendOptions
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, timeouts
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, nobody, timeouts
 from . import calls
 from .calls import sum_of
 from .engine import Engine
 from .meeting import Ranks, named
 from .pairs import Pairs
-from .queue import Queue, Work, failure, nothing
+from .queue import Queue, Work, failure
 from .staging import Ends, Staging, check, check_apart, check_own, plain, split, unwrapped, writing
 from .table import Made, Tensors, collective, written
 
@@ -102,7 +102,7 @@ class ProcessGroup(_Group):
         """Have a call run: with as little as can be in this thread, if that waits anyway, and no call is before it."""
         if ends is not None or not waits or torch.autograd._profiler_enabled() or not self.queue.take(what):
             return self._submit(what, run, outputs, ends, limit, waits)
-        work = Work(nothing, outputs, what)
+        work = Work(nobody, outputs, what)
         try:
             run(self.engine, limit)
         except BaseException as error:

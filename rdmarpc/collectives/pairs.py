@@ -15,10 +15,10 @@ from functools import lru_cache
 
 import torch
 
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept, kernels
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept, kernels, nobody
 from .engine import aside
 from .meeting import Ranks, has_left
-from .queue import Order, Work, nothing
+from .queue import Order, Work
 from .signature import Mismatch, Signature, code_of
 from .staging import writing
 
@@ -45,7 +45,7 @@ class Message(Work):
 
     def __init__(self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str) -> None:
         """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
-        super().__init__(nothing, outputs, kind)
+        super().__init__(nobody, outputs, kind)
         self.pairs, self.peer, self.tag, self.kind = pairs, peer, tag, kind
         self.data: torch.Tensor | None = data
         """What is sent, or where it comes; ``None`` once that is over: nobody may ever wait."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..transport import NotSupported, TransferTimeout, fresh, timeouts
+from ..transport import NotSupported, TransferTimeout, fresh, nobody, timeouts
 from .engine import aside
 
 stamps = itertools.count(1)
@@ -126,7 +126,7 @@ class Work(dist.Work):
             if give is not None and self._ended is None:
                 give()
             self.error, self.over = error, True
-            self.run = nothing  # what it holds may be large
+            self.run = nobody  # what it holds may be large
             ended = self._ended
         if ended is None:
             self._wake()
@@ -225,11 +225,7 @@ class Work(dist.Work):
     def forked(self, error: BaseException) -> None:
         """In a forked child, whose parent runs it: who waits for it here gets this error. Takes no lock, runs no callback."""
         self._lock, self._event, self._future = threading.Lock(), None, None
-        self.error, self.over, self.run = error, True, nothing
-
-
-def nothing() -> None:
-    return None
+        self.error, self.over, self.run = error, True, nobody
 
 
 def failure(work: Work) -> BaseException | None:

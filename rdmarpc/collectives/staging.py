@@ -88,13 +88,6 @@ def values(tensor: torch.Tensor) -> Flat:
     return found.view(-1) if literal(found) else found.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def check_places(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise unless each element of these has a place of its own."""
-    for tensor in tensors:
-        if tensor.numel() > 1 and any(step == 0 and count > 1 for step, count in zip(tensor.stride(), tensor.shape)):
-            raise ValueError(f"{what} into a tensor several of whose elements are one place in memory: clone it before")
-
-
 def check_apart(tensors: Sequence[torch.Tensor], what: str) -> None:
     """Raise if two of these whose values lie flat in memory have some of it in common: which of them it holds in the end would
     depend on timing."""
@@ -238,14 +231,14 @@ class Ends:
         """Where a tensor's new values go: its memory if they may lie there, else a buffer that ``end`` copies into the tensor.
         ``read``: the values are read before."""
         plain = tensor.detach()
+        if not staged(plain) and literal(plain):
+            return plain.view(-1)
+        if plain.numel() > 1 and any(step == 0 and count > 1 for step, count in zip(plain.stride(), plain.shape)):
+            raise ValueError("a collective into a tensor several of whose elements are one place in memory: clone it before")
         if staged(plain):
-            check_places([plain], "a collective")
             host = self._fetched(plain) if read else self._staging.host(plain)
             self._writes.append(self._staging.write(plain, host))
             return host
-        if literal(plain):
-            return plain.view(-1)
-        check_places([plain], "a collective")
         buffer = values(plain).view(plain.shape) if read else torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         self._back.append(lambda: plain.copy_(buffer))
         return buffer.view(-1)

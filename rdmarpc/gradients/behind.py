@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.hooks import unserializable_hook
 
 from ..base.streams import use_here
-from ..transport import NotSupported, sole
+from ..transport import NotSupported, nobody, sole
 from .graph import Node, Sent, edge, engaged
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -50,15 +50,11 @@ class Mark:
     def __init__(self, accumulator: Node) -> None:
         handle = accumulator.register_prehook(partial(_diverted, accumulator.variable))
         self.before: OrderedDict[int, Any] = handle.hooks_dict_ref()
-        handle = accumulator.register_hook(_nothing)  # the only way to the hooks behind it
+        handle = accumulator.register_hook(nobody)  # the only way to the hooks behind it
         self.behind: OrderedDict[int, Any] = handle.hooks_dict_ref()
         handle.remove()
         self.lock = threading.Lock()
         """Of who has the leaf's ``.grad`` lent."""
-
-
-def _nothing(*_: Any) -> None:
-    return None
 
 
 def divert(accumulator: Node) -> Mark:

@@ -31,10 +31,8 @@ from .layout import travels
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
 _BUFFER_BYTES = 32 << 10
 """Buffers smaller than this stay in the pickle."""
-_TAIL = struct.Struct(
-    "<II"
-)  # the end: bytes of what ``gpu`` put in front of it, and how many tensors, the last ones, are buffers
-
+_TAIL = struct.Struct("<II")
+"""The end: bytes of what ``gpu`` put in front of it, and how many tensors, the last ones, are buffers."""
 
 Reduce = Callable[[Any], Any]
 InBand = Callable[[pickle.PickleBuffer], bool]

@@ -1,29 +1,7 @@
 """The worker's end of a command stream: a thread that runs a caller's operations in order, on tensors that lie here.
 
-A message is ``[kind, words...]`` (``ring.py``). ``name`` is the number of a tensor, never used twice; ``at`` is -1 for the
-tensor as it was made, else the offset of a view in elements.
-
-==========  ==========================================================================================================
-OPERATION   signature, first new name, operands and numbers as the signature says: run; results get new names
-ASK         as OPERATION; what came out is answered
-FREE        names
-META        number, length, geometry as text
-SIGNATURE   number, length, signature as text: operator, operands, the caller's grad mode and precisions
-INLINE      new name, meta, first element's address modulo 64, length, bytes: a small tensor of the caller's
-LAND        new name, meta, region, offset, shift: what has been written there
-SEND        name, at, meta, region, offset, shift: write it there and tell whose region that is
-FETCH       name, at, meta, question, length, descriptor (or 0: answer with the bytes): write it into the caller's memory
-CHECK       question: answered when all before it has been run
-RESET       position: the caller knows of errors before it, go on
-FORGET      all signatures
-STATE       length, text: flags of torch under which operations run
-PROGRAM     new name, counts of two lists of pairs, those pairs (position, value), messages: kept (``graphed.py``)
-REPLAY      program, first new name, values: run its messages, with the first name added to what the first list of pairs has
-            put where that says, and one of the values where the second list says
-RENAME      pairs of names: the first one's tensor is the second one's from now on
-AHEAD       1 or -1: from now on, or no more, messages are run as soon as what they need is there (``scoreboard.py``)
-LAST        the stream ends
-==========  ==========================================================================================================
+A message is ``[kind, words...]`` (``ring.py``); ``docs/formats.md`` says what each kind has and does. ``name`` is the number of
+a tensor, never used twice; ``at`` is -1 for the tensor as it was made, else the offset of a view in elements.
 
 Errors: one that happens in ASK is the answer, and nothing is changed but what the operator has changed. One in OPERATION is
 kept: nothing more is run, everything named from then on is *void*, and so is what is sent to other workers, whose streams

@@ -80,11 +80,8 @@ class Extension(nn.Module):
 
     _original: type[nn.Module]
 
-    def _become(self, kind: type[nn.Module]) -> None:
-        """As a parametrization does."""
-        extend(self, kind, type(self).__bases__[0])
-
-    __class__ = property(lambda self: self._original, _become)
+    # It is set by a parametrization.
+    __class__ = property(lambda self: self._original, lambda self, kind: extend(self, kind, type(self).__bases__[0]))
 
 
 Extended = TypeVar("Extended", bound=Extension)

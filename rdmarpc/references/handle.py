@@ -39,11 +39,7 @@ class _Proxy:
         self._form = form
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(_invoke, self._form, name)
-
-
-def _invoke(form: Callable[[str, Any, Any], Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return form(name, args, kwargs)
+        return lambda *args, **kwargs: self._form(name, args, kwargs)
 
 
 class RRef(Generic[T]):

@@ -11,6 +11,8 @@ What is sent is either a ``Room``, memory that is laid out as the slot is, of wh
 loose tensors where somebody's operation left them, a copy each. Loose tensors are *traced*: the first time they are copied into
 a room (``bytes_staged``) and a write from wherever they will lie is prepared, which every later time uses. One that turns up in
 another memory order is copied again, and counted.
+
+A ``Station`` has all bundles of one model at one worker: an inlet or an outlet each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""``rdmarpc doctor``: what this host can do, which device reaches a peer, and what would make the faster ones work.
-
-Facts about a host that its kernel shows in files: one *finding* a fact. These functions take the folder below which they look,
-``/`` but in tests; none needs rights or changes anything, and none but ``gpu`` and ``ports`` opens a device.
-"""
+"""``rdmarpc doctor``: what this host can do, which device reaches a peer, and what would make the faster ones work."""
 
 from __future__ import annotations
 
@@ -28,6 +24,11 @@ from ..calls import environment
 from ..graph import size
 from ..transport import PINNED_SEGMENT_BYTES, AutoDevice, RdmaError, gpudirect, host_id, sysfs
 from ..transport import cuda_driver as driver
+
+# -- facts about a host, most of which its kernel shows in files: one *finding* a fact
+
+# ``root`` is the folder below which a function looks: ``/`` but in tests. None needs rights or changes anything, and none but
+# ``gpu`` opens a device.
 
 OK, LIMITS, MISSING = "ok", "limits", "missing"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
@@ -196,9 +197,9 @@ def _cgroup_values(root: Path, controller: str, v2_name: str, v1_name: str) -> I
             place = place.parent
 
 
+# -- what there is in all, and what reaches a peer
+
 _CONNECT_TIMEOUT_S = 3.0
-_WIDTH = 100
-_BAR = 40
 _CHOSEN = 3  # lines of a port that say what was chosen; the others, why not another
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
 _SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
@@ -344,6 +345,9 @@ def taken(found: list[Way]) -> str:
     return next((way.device for way in found if not way.why_not), "")
 
 
+_BAR = 40
+
+
 def compile_kernels() -> None:
     """Have the code of all kernels on disk; shows on standard error how far it is."""
     for module in pkgutil.walk_packages(transport.__path__, f"{transport.__name__}."):
@@ -357,6 +361,8 @@ def compile_kernels() -> None:
 
 
 # -- the page
+
+_WIDTH = 100
 
 
 def page(findings: list[Finding], devices: list[Way], towards: Mapping[str, list[Way]], width: int) -> str:

@@ -1,16 +1,16 @@
 """A timeline: what both sides of calling note, and the trace events that this becomes.
 
-``Calls`` is the observer (``observer``) of an agent that records. What is noted are facts of one moment or of one span on one
-thread, as tuples; which of them belong to one call is found out when they are written down. A call is named
-by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``.
+``Calls`` is the observer (``Post.observer``) of an agent that records. What is noted are facts of one moment or of one span on
+one thread, as tuples; which of them belong to one call is found out when they are written down. A call is named by its caller's
+rank and number at both ends. Times: ns of ``time.monotonic_ns``.
 
     ("sent", rank, call, track, begin, end, kind, future, function, peer, bytes)    the calling side: pickled and written
     ("waited", rank, call, track, begin, end)                                the same: in ``Future.wait``
     ("done", rank, call, track, begin, end, error)                           the same: the answer read back
     ("came", rank, call, track, at, caller)                                  the called side: read from the ring
     ("served", rank, call, track, begin, unpickled, returned, end, function)
-    ("span", rank, 0, track, begin, end, name, category, about)      part of no call
     ("replied", rank, call, track, begin, end, bytes, error)                 the same: pickled and written, whenever that was
+    ("span", rank, 0, track, begin, end, name, category, about)              part of no call
 
 ``trace_of`` makes of them Chrome's trace events, which Perfetto reads: spans, arrows and names. One process track a worker
 (``pid`` is its rank), one thread track a thread. A blocking call is a span on its thread around ``send``, ``wait`` and
@@ -211,6 +211,8 @@ class Calls:
             del self.serving_now[serving.key]
         self.message.serving = serving.outer
 
+
+# -- trace events
 
 Event = dict[str, Any]
 Trace = dict[str, Any]

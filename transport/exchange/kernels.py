@@ -106,6 +106,9 @@ def folder(code: int, table: int, nbytes: int, count: int) -> int:
     return 0
 
 
+# -- the pieces of a lane
+
+
 @inline
 def write(call: int, lane: int, source: int, nbytes: int) -> int:
     """Write a piece into the next slot of a lane, which is free: 1; -1: the lane is closed."""
@@ -216,6 +219,9 @@ def add_up(call: int, own: int, result: int, nbytes: int) -> int:
     return 1
 
 
+# -- the sum of a tensor over all ranks, in one pass
+
+
 @inline
 def _item(call: int, place: int) -> int:
     """What stands at this place of a stream: two times its chunk, and one more for a sum."""
@@ -307,6 +313,8 @@ def sum_step(call: int) -> int:
         rest += left(lane)
     return 1 << 40 if rest == 0 else moved
 
+
+# -- a call: its streams moved, and sleep
 
 _PAUSES = 64
 _CROWDED_NS = 50_000

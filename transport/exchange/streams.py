@@ -66,7 +66,7 @@ _SUM_CHUNK = 64 << 10
 _PAST = 32 << 20
 """Bytes of a sum from which on it goes past the caches: no cache keeps it."""
 COPY_PAST = 8 << 20
-"""Bytes that come to mapped slots, or stay here in ``even``, from which on their copies go past the caches: with what is sent,
+"""Bytes that come to mapped slots, or stay with their rank, from which on their copies go past the caches: with what is sent,
 and with the slots, they are several times as many."""
 
 
@@ -156,7 +156,7 @@ class Streams:
         return Plan(numbers, grows)
 
     def sum_plan(self, code: int, elements: int, fold: int, nbytes: int) -> Plan:
-        """A call that adds up ``nbytes`` of every rank, in place, by the operation ``fold`` (``reduction``)."""
+        """A call that adds up ``nbytes`` of every rank, in place, by the operation ``fold`` (``fold_code``)."""
         part = -(-nbytes // (len(self.lanes) + 1) // HEADER) * HEADER
         chunk = min(_SUM_CHUNK, self.piece)
         chunks = -(-part // chunk)

@@ -26,7 +26,7 @@ _MODULES = ("addr", "cq", "device", "mr", "pd", "qp", "srq")
 
 
 def _import_all() -> str:
-    """Import the parts that are needed; the reason if that fails."""
+    """Import the parts of pyverbs that are needed; the reason if that fails."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -45,7 +45,7 @@ def _import_all() -> str:
 
 
 def _load_from(folder: str) -> str:
-    """Import the package in ``folder`` alone, nothing else beside it; the reason if that fails."""
+    """Import pyverbs from ``folder`` alone, nothing else beside it; the reason if that fails."""
     if not any(os.path.exists(f"{folder}/device{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES):
         built = (
             ", ".join(sorted(os.path.basename(path) for path in glob.glob(f"{folder}/device*.so"))) or "no extension modules"

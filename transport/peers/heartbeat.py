@@ -13,10 +13,9 @@ never more than one interval. So a process that was stopped itself, or could not
 lost when it goes on: it takes as many looks in a row as make up ``peer_timeout``.
 
 A stream is sent on so that these signs get through whatever Python does. Its *pulse* is its row in the table of the device's
-heart, of sixteen words, and an array of buffers
-(``iovec``) beside it. A poster and the heart both send in a kernel without the GIL, and leave the row in a consistent state. So
-a thread that needs the GIL back after sending does not keep the heart from beating. If the socket took half of a frame, the
-heart pushes the rest, as any bytes are a sign of life.
+heart, of sixteen words, and an array of buffers (``iovec``) beside it. A poster and the heart both send in a kernel without the
+GIL, and leave the row in a consistent state. So a thread that needs the GIL back after sending does not keep the heart from
+beating. If the socket took half of a frame, the heart pushes the rest, as any bytes are a sign of life.
 
     +0   lock    FREE (between frames, nothing is left), LEFT (buffers may be left, nobody sends), BUSY (somebody sends), SHUT
     +8   fd      the socket

@@ -208,7 +208,7 @@ class Service:
             self._wake.write(b"\0")  # no matter if it has enough to wake it
 
     def watch(self, sock: socket.socket, channel: Any) -> None:
-        """Have ``hear(channel)`` called when something comes. Excluded from ``forget`` by the caller, as all of ``forget``."""
+        """Have ``_hear(channel)`` called when something comes. Excluded from ``forget`` by the caller, as all of ``forget``."""
         self._epoll.register(sock, IN)
         self._watched[sock.fileno()] = sock, channel
         self.wake()
@@ -218,7 +218,7 @@ class Service:
         self._epoll.modify(sock, events)
 
     def attend(self, sock: socket.socket, channel: Any) -> None:
-        """Have ``hear(channel)`` called soon, if it is still watched. Any thread."""
+        """Have ``_hear(channel)`` called soon, if it is still watched. Any thread."""
         self._asked.append((sock.fileno(), channel))
         self.wake()
 

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 _DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
 
 
-def _peer_of(channel: VerbsChannel) -> str:
-    return channel.stream.peer
-
-
 def _call_peer(channel: VerbsChannel, name: str) -> None:
     channel.stream.peer = channel.lane.peer = channel.places.peer = name
 
@@ -49,7 +45,7 @@ def _call_peer(channel: VerbsChannel, name: str) -> None:
 class VerbsChannel(Channel):
     device: Any
     """The ``VerbsDevice``."""
-    peer = property(_peer_of, _call_peer)
+    peer = property(lambda channel: channel.stream.peer, _call_peer)
     registered_only = True
 
     def __init__(self, device: Any, stream: ControlStream, qp: QueuePair, peer: Setup) -> None:

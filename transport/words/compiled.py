@@ -1,8 +1,8 @@
 """``compiled``: a function of integers as machine code, which runs without the GIL.
 
-The code is made when the function is first called (``compiler``: numba, some 50 ms a kernel) and kept on disk under
-a digest of all that it is made from: the function, the functions and constants that it uses, how all is compiled, the versions
-of numba and LLVM, and the processor. A process that finds it there imports no compiler.
+The code is made when the function is first called (``compiler``: numba, some 50 ms a kernel) and kept on disk under a digest of
+all that it is made from: the function, the functions and constants that it uses, how all is compiled, the versions of numba and
+LLVM, and the processor. A process that finds it there imports no compiler.
 
 What lies there is code that the next process runs. So a directory is used only if no other user can have put anything there.
 The places, in order: ``RDMARPC_CACHE_DIR`` if that is set, else ``__pycache__`` beside the source, else the user's cache

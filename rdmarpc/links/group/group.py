@@ -1,4 +1,5 @@
-"""The group that a worker belongs to: how the worker enters it, its other members, and how the worker leaves it."""
+"""The group that a worker belongs to: how the worker enters it, its other members (of a dynamic group:
+``Registry``), and how the worker leaves it."""
 
 from __future__ import annotations
 

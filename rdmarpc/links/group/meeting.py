@@ -12,6 +12,8 @@ failures that it saw itself, so that the counts of two hosts differ.
 A worker of a static group (``Rendezvous``) publishes its name and rank, where it listens, which key it holds, and a proof (HMAC
 over the record) that it knows the job secret. Keys of the store carry a prefix for each time that the process has met over that
 store, so that a store can be used again, also beside a process group. A dynamic group is in ``group``. A store serves one kind.
+
+``open_store`` finds the store that ``init_method`` names, and ``slurm_task`` (``"slurm://"``) the one of a SLURM step.
 """
 
 from __future__ import annotations

@@ -153,6 +153,14 @@ def without_rdma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(sysfs, "ROOT", str(folder / "none"))
 
 
+def test_its_help_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing that is for readers of the code."""
+    with pytest.raises(SystemExit):
+        doctor.main(["--help"])
+    description = capsys.readouterr().out.split("\n\n")[1]
+    assert description.startswith("``rdmarpc doctor``") and "." not in description[:-1]
+
+
 def test_the_page_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without_rdma(monkeypatch, tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
