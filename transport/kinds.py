@@ -142,8 +142,7 @@ def _factory(kind: str, name: str) -> Factory:
         return _KINDS[kind]
     for point in entry_points(group=GROUP, name=kind):
         try:
-            found: Factory = point.load()
-            return found
+            return point.load()
         except Exception as error:
             why = f"the device {kind!r} of {_package(point)} cannot be loaded: {error}"
             raise NotSupported(why, device=kind, hint=f"entry point {point.value} of {GROUP}") from error

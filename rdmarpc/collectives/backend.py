@@ -44,8 +44,7 @@ def _one(tensors: Any) -> torch.Tensor:
 
 def _listed(tensors: Any) -> Tensors:
     """The list of a list of one, or the list itself."""
-    found: Tensors = tensors[0] if tensors and isinstance(tensors[0], (list, tuple)) else tensors
-    return found
+    return tensors[0] if tensors and isinstance(tensors[0], (list, tuple)) else tensors
 
 
 def _parts(flat: torch.Tensor, count: int) -> list[torch.Tensor]:

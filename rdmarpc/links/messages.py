@@ -220,8 +220,7 @@ class Fetch:
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         memory, deadline = self._memory
-        found: torch.Tensor = memory.empty(self._link.channel, nbytes, deadline)
-        return found
+        return memory.empty(self._link.channel, nbytes, deadline)
 
 
 def hold(server: Any, link: Link, frame: Frame) -> None:

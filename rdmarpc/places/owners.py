@@ -112,8 +112,7 @@ class Reader(FileSystemReader):
         pieces = list(_pieces(items, targets))
         with ThreadPoolExecutor(max(1, len({piece[0] for piece in pieces}))) as pool:
             read = set(map(id, (item for found in pool.map(self._read_at, pieces) for item in found)))
-        done: Future[None] = super().read_data(replace(plan, items=[i for i in plan.items if id(i) not in read]), planner)
-        return done
+        return super().read_data(replace(plan, items=[i for i in plan.items if id(i) not in read]), planner)
 
     def _read_at(self, piece: tuple[Stream, list[ReadItem], list[torch.Tensor]]) -> list[ReadItem]:
         place, items, tensors = piece

@@ -44,8 +44,7 @@ class ServedParameter(nn.Parameter):
     def data(self) -> torch.Tensor:
         """As ever. What is written into it shows in no version, so the value is compared before the next step."""
         self._watch.lend(self)
-        found: torch.Tensor = _data.__get__(self)  # type: ignore[attr-defined]
-        return found
+        return _data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

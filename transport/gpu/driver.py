@@ -298,14 +298,12 @@ def _raw_stream() -> Callable[[int], int]:
 
 def as_torch(index: int, stream: int) -> torch.Stream:
     """A stream of the driver's, for torch."""
-    found: torch.Stream = torch.get_device_module(kind()).ExternalStream(stream, device=index)
-    return found
+    return torch.get_device_module(kind()).ExternalStream(stream, device=index)
 
 
 @functools.cache
 def _is_capturing() -> Callable[[], bool]:
-    found: Callable[[], bool] = torch.get_device_module(kind()).is_current_stream_capturing
-    return found
+    return torch.get_device_module(kind()).is_current_stream_capturing
 
 
 def capturing() -> bool:
@@ -321,8 +319,7 @@ def current_stream(index: int) -> int:
 def same_device() -> AbstractContextManager[None]:
     """The current device is the same afterwards: ``set_stream`` changes it. Setting it back would begin to use it (half a
     gigabyte on a GPU); this does not."""
-    found: AbstractContextManager[None] = torch.accelerator.device_index(torch.accelerator.current_device_index())
-    return found
+    return torch.accelerator.device_index(torch.accelerator.current_device_index())
 
 
 @contextmanager

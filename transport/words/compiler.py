@@ -58,8 +58,7 @@ def object_code(kernel: Kernel, symbol: str) -> bytes:
     passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(module, passes)
     _check_resolved(module)
-    code: bytes = target.emit_object(module)
-    return code
+    return target.emit_object(module)
 
 
 def _reached(function: FunctionType) -> list[str]:
