@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, DeviceOptions, check_require, host_id
 from .errors import (
-    GIVEN_UP,
-    GONE,
     ArenaFull,
     AuthenticationError,
     NotSupported,
@@ -103,8 +101,6 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "DONE",
-    "GIVEN_UP",
-    "GONE",
     "MAX_NOTIFY",
     "ArenaFull",
     "AuthenticationError",

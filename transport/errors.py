@@ -25,17 +25,19 @@ class RdmaError(RuntimeError):
         self.message = message
         self.peer, self.device, self.status, self.hint = peer, device, status, hint
 
+    @property
+    def gone(self) -> bool:
+        """Whether ``connect`` has found that the device at that address has ended."""
+        return self.status in ("NOBODY", "STALE_ADDRESS")
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is the peer that has lost us: this process did not run for long."""
+        return self.status == "GIVEN_UP"
+
 
 class PeerLost(RdmaError):
     """The peer's process ended, or its connection broke. Every pending wait for that peer raises this."""
-
-
-GONE = ("NOBODY", "STALE_ADDRESS")
-"""``PeerLost.status`` of ``connect`` when the device at that address has ended."""
-
-
-GIVEN_UP = "GIVEN_UP"
-"""``PeerLost.status`` where it is the peer that has lost us: this process did not run for long."""
 
 
 class TransferTimeout(RdmaError):
@@ -95,7 +97,7 @@ def bare(error: E) -> E:
 def for_others(error: BaseException, me: str) -> BaseException:
     """The error of the worker ``me`` as other workers are told it. If a peer gave this worker up because it did not run, the
     others are told that this worker was lost."""
-    if isinstance(error, PeerLost) and error.status == GIVEN_UP:
+    if isinstance(error, PeerLost) and error.given_up:
         told = PeerLost(error.message, peer=me, device=error.device, status="SILENT", hint=error.hint)
         told.__cause__ = error
         return told

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .channel import Channel
 from .device import Device, DeviceOptions
-from .errors import GONE, NotSupported, PeerLost, RdmaError, TransferTimeout, fresh
+from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh
 from .memory.arena import Pool
 from .peers import auth
 from .peers.guard import REFUSED, Guard, broken_by, hint_for
@@ -182,7 +182,7 @@ class ListeningDevice(Device):
                     stream, self.secret, self.memory.identity, initiator=initiator, expect=expect, binding=binding
                 )
             except BaseException as error:
-                broken = failure(stream) if isinstance(error, PeerLost) and error.status not in GONE else None
+                broken = failure(stream) if isinstance(error, PeerLost) and not error.gone else None
                 if stream is not came:
                     stream.close()
                 if broken is not None:
@@ -258,7 +258,7 @@ def reach(dial: Callable[[float], socket.socket], prove: Callable[..., _Proven],
             return prove(sock, deadline=limit)
         except BaseException as error:
             sock.close()
-            again = isinstance(error, (ConnectionError, PeerLost, TransferTimeout)) and getattr(error, "status", "") not in GONE
+            again = isinstance(error, (ConnectionError, PeerLost, TransferTimeout)) and not getattr(error, "gone", False)
             late = time.monotonic() + pause > deadline
             if late and hung_up and again:
                 raise TransferTimeout("the peer hangs up again and again", status="BUSY") from None

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..transport import GONE, AuthenticationError, Channel, Device, PeerLost, TransferTimeout, broken_by, fresh, hint_for, kept
+from ..transport import AuthenticationError, Channel, Device, PeerLost, TransferTimeout, broken_by, fresh, hint_for, kept
 from .group.group import Group
 from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by
@@ -147,9 +147,9 @@ class Connections:
                     return self._links.by_worker[number]
                 if isinstance(error, TransferTimeout):
                     raise self._silent(record) from None
-                hint = error.hint or (ITS_OUTPUT if error.status in GONE else "")
+                hint = error.hint or (ITS_OUTPUT if error.gone else "")
                 why = _unreachable(record, error.message, error.status, hint)
-                if error.status not in GONE and not hint_for(error):
+                if not error.gone and not hint_for(error):
                     self._failed[number] = time.monotonic(), why
             self._group.refresh()
             raise fresh(self._links.lost.get(number) or why) from error.__cause__

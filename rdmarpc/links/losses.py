@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing import util
 from typing import Any
 
-from ..transport import GIVEN_UP, Channel, Device, Guard, PeerLost, RdmaError, nobody
+from ..transport import Channel, Device, Guard, PeerLost, RdmaError, nobody
 from .group.group import Group, listens
 from .polling.pool import Pool
 from .polling.progress import Progress
@@ -26,7 +26,7 @@ _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
 _STOP_S = 1.0
-_NOT_ITS_OWN_END = ("SILENT", GIVEN_UP, "ABORTED")
+_NOT_ITS_OWN_END = ("SILENT", "GIVEN_UP", "ABORTED")
 ITS_OUTPUT = "that worker's own output has the reason"
 _OF_ITS_PROCESS = ("SILENT", "RETRY_EXC_ERR")
 """Ends of a connection that tell of the process, or the host, behind it. Others may be of this connection alone: one of us had
@@ -36,7 +36,7 @@ enough of the other."""
 def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
     """The error for all that need the lost worker. ``me``: our name."""
     why, status, (kind, text) = error.message, error.status, link.goodbye
-    if status == GIVEN_UP:  # the text is read elsewhere too, so it has to name the worker that was stopped
+    if error.given_up:  # the text is read elsewhere too, so it has to name the worker that was stopped
         why = why.replace("this worker", me)
     if kind:
         why, status = f"it ended by {text}", "INTERRUPTED" if kind == INTERRUPTED else "RAISED"

@@ -28,19 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..message.layout import dense as row_major
-from ..transport import (
-    GIVEN_UP,
-    SLOTS,
-    Channel,
-    Device,
-    NotSupported,
-    PeerLost,
-    Poller,
-    RdmaError,
-    RemoteRegion,
-    Transfer,
-    Work,
-)
+from ..transport import SLOTS, Channel, Device, NotSupported, PeerLost, Poller, RdmaError, RemoteRegion, Transfer, Work
 
 HEADER_BYTES = 64
 _WIRE = struct.Struct("<5q")
@@ -255,7 +243,7 @@ class Station:
             return
         worker, error = first
         why = error.message.removeprefix(f"worker {worker} is lost: ").replace(f"worker {worker} cannot", "it cannot", 1)
-        if error.status == GIVEN_UP:
+        if error.given_up:
             why = why.replace("this worker", self.name)
         text, device = f"worker {worker!r} is lost: {why}", self.device.name
         raise PeerLost(text, peer=worker, device=device, status=error.status, hint=error.hint)

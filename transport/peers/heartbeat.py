@@ -45,7 +45,7 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import GIVEN_UP, PeerLost, RdmaError
+from ..errors import PeerLost, RdmaError
 from ..words import kernels
 from ..words.atomics import compare_exchange, errno, fetch_add, futex_wait, load_acquire, now, sched_yield, store_release
 from ..words.compiled import compiled
@@ -348,7 +348,7 @@ class Looks:
 CLOSED, SILENT, BROKEN = range(3)
 _GOODBYES = (
     ("CLOSED", "the peer closed the channel"),
-    (GIVEN_UP, "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off"),
+    ("GIVEN_UP", "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off"),
     ("BROKEN", "the peer could not go on with this connection: its log says why"),
 )
 """Status and text of what a peer says last, by the number that travels with it."""

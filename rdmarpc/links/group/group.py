@@ -21,17 +21,7 @@ from ...base import here
 from ...base.here import WorkerInfo
 from ...message import device_maps
 from ...options import RpcBackendOptions
-from ...transport import (
-    GONE,
-    AuthenticationError,
-    Device,
-    NotSupported,
-    PeerLost,
-    RdmaError,
-    TransferTimeout,
-    host_id,
-    user_secret,
-)
+from ...transport import AuthenticationError, Device, NotSupported, PeerLost, RdmaError, TransferTimeout, host_id, user_secret
 from .meeting import FOR_EVER_S, STORE_ENDED, Again, Rendezvous, open_store, wrong_secret
 from .members import Members, Record, chosen_secret, is_insecure, record_key, twins
 
@@ -132,7 +122,7 @@ def listens(device: Device, record: Record) -> bool:
     except AuthenticationError:
         return False  # somebody else listens there now
     except RdmaError as error:
-        return error.status not in GONE
+        return not error.gone
     return True
 
 
