@@ -4,6 +4,7 @@ is imported. Neither exports addresses of its objects (``native``)."""
 
 from __future__ import annotations
 
+import functools
 import glob
 import importlib
 import importlib.machinery
@@ -11,7 +12,6 @@ import importlib.util
 import logging
 import os
 import sys
-import threading
 from typing import Any, ClassVar
 
 from ..errors import NotSupported, RdmaError
@@ -241,21 +241,12 @@ class Ibverbs:
 Package = Pyverbs | Ibverbs
 
 
-def choose() -> Package:
-    """pyverbs, else ibverbs; ``RDMARPC_VERBS=pyverbs`` or ``ibverbs`` names the one. ``NotSupported`` says for each why it
-    cannot be used, and how to get it. One package a process: the first call that succeeds decides for the later ones."""
-    global _chosen
-    with _choosing:
-        if _chosen is None:
-            _chosen = _choose(os.environ.get("RDMARPC_VERBS", ""))
-        return _chosen
-
-
-_chosen: Package | None = None
-_choosing = threading.Lock()
-
-
-def _choose(wanted: str) -> Package:
+@functools.cache
+def choose(wanted: str = "") -> Package:
+    """pyverbs, else ibverbs; ``wanted``, or ``RDMARPC_VERBS=pyverbs`` or ``ibverbs``, names the one. ``NotSupported`` says for
+    each why it cannot be used, and how to get it. One package a process: the first call that succeeds decides for the later
+    ones."""
+    wanted = wanted or os.environ.get("RDMARPC_VERBS", "")
     kinds: dict[str, type[Package]] = {"pyverbs": Pyverbs, "ibverbs": Ibverbs}
     if wanted and wanted not in kinds:
         raise NotSupported(f"RDMARPC_VERBS={wanted!r} names no provider", device="verbs", hint=f"one of {', '.join(kinds)}")

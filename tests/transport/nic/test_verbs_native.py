@@ -79,7 +79,7 @@ def test_why_no_package_is_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setitem(sys.modules, "ibverbs", None)
-    monkeypatch.setattr(packages, "_chosen", None)
+    packages.choose.cache_clear()
     with pytest.raises(NotSupported) as raised:
         packages.choose()
     said = str(raised.value)

@@ -34,7 +34,7 @@ PACKAGES = ["pyverbs"] + ["ibverbs"] * (importlib.util.find_spec("ibverbs") is n
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def provider(request: pytest.FixtureRequest) -> Package:
-    return packages._choose(request.param)
+    return packages.choose(request.param)
 
 
 class Loop:
