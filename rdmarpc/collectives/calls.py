@@ -20,7 +20,7 @@ multiplied before it is summed (``PREMUL_SUM``) is rounded to its type in betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from functools import reduce as reduce_in_order
 from typing import Any
 
@@ -84,21 +84,15 @@ class Sum:
             result.div_(size, rounding_mode="trunc" if rounded else None)
 
 
-_known: dict[tuple[Any, torch.dtype], Sum] = {}
+_known = cache(Sum)
 
 
 def sum_of(operation: dist.ReduceOp, dtype: torch.dtype) -> Sum:
     """As ``Sum``, by torch's name of the operation."""
-    kind: Any = getattr(operation, "op", operation)  # ReduceOp has it, and is it, in turn
-    found = _known.get((kind, dtype))
-    if found is None:
-        name = _NAMES.get(kind)
-        if name is None:
-            raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
-        if name == "premul_sum":
-            return Sum(name, dtype, _factor(operation))
-        found = _known[kind, dtype] = Sum(name, dtype)
-    return found
+    name = _NAMES.get(getattr(operation, "op", operation))  # ReduceOp has it, and is it, in turn
+    if name is None:
+        raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
+    return Sum(name, dtype, _factor(operation)) if name == "premul_sum" else _known(name, dtype)
 
 
 def _factor(operation: Any) -> float:

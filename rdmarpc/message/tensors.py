@@ -187,12 +187,7 @@ Take = Callable[[tuple[int, ...]], tuple[int, list[RemoteRegion]] | None]
 
 
 def pack(
-    tensors: Sequence[torch.Tensor],
-    device: Device,
-    channel: Channel,
-    take: Take,
-    memory: Memory,
-    deadline: float | None = None,
+    tensors: Sequence[torch.Tensor], device: Device, channel: Channel, take: Take, memory: Memory, deadline: float | None = None
 ) -> Outgoing:
     """Move the large runs to landing places, if each is of the size class that its place was made for; otherwise give out
     descriptors that the receiver may READ. ``layout.travels`` is true for all tensors. ``deadline``: how long ``memory`` for

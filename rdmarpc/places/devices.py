@@ -21,7 +21,6 @@ from .operators import aten, operator
 from .tensor import at_place, make_empty, run_here
 
 _lock = threading.Lock()
-_library: torch.library.Library | None = None
 _MADE_HERE = (
     "arange", "range", "linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices", "bartlett_window",
     "blackman_window", "hamming_window", "hann_window", "kaiser_window", "fft_fftfreq", "fft_rfftfreq",
@@ -47,29 +46,28 @@ def device(worker: Any, where: str | torch.device = "cpu") -> torch.device:
     return named(name, str(torch.device(where)))
 
 
-def _enter() -> None:
-    """Have torch know the device."""
-    global _library
-    if _library is not None:
-        return
+@functools.cache
+def _enter() -> torch.library.Library:
+    """Have torch know the device, as long as the library lives."""
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
         raise NotSupported(f"torch has room for one device of others, and {taken!r} is it", hint="wrap() needs none")
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, _MODULE)
-    _library = torch.library.Library("aten", "IMPL")
-    _library.impl("_to_copy", _to_copy, "PrivateUse1")
-    _library.impl("empty.memory_format", _empty, "PrivateUse1")
-    _library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_to_copy", _to_copy, "PrivateUse1")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
     for name in _MADE_HERE:
         for overload in getattr(aten, name).overloads():
             factory = getattr(getattr(aten, name), overload)
             kinds = {argument.name: str(argument.type) for argument in factory._schema.arguments}
             if "device" in kinds and "Tensor" not in kinds.values():
-                _library.impl(factory.name(), functools.partial(_brought, factory), "PrivateUse1")
+                library.impl(factory.name(), functools.partial(_brought, factory), "PrivateUse1")
     # ``torch.load(map_location=...)`` reads storages, which are here.
     torch.serialization.register_package(
         19, lambda storage: None, lambda storage, location: storage if location.startswith(DEVICE) else None
     )
+    return library
 
 
 def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, memory_format: Any = None, **rest: Any) -> Any:

@@ -16,18 +16,10 @@ _HIDDEN_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (
 """Operators that write operands which their schema calls read: positions of these. ``tests/rpc/places`` compares the table with
 torch's operator database."""
 _VALUE_SIZED = (
-    "aten::_ctc_loss",
-    "aten::_pack_padded_sequence",
-    "aten::_pad_packed_sequence",
-    "aten::_padded_dense_to_jagged_forward",
-    "aten::_embedding_bag",
-    "aten::_embedding_bag_forward_only",
-    "aten::segment_reduce",
-    "aten::nested_to_padded_tensor",
-    "aten::_to_dense",
-    "aten::_new_zeros_with_same_feature_meta",
-    "aten::_linalg_check_errors",
-)
+    "aten::_ctc_loss", "aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::_padded_dense_to_jagged_forward",
+    "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::segment_reduce", "aten::nested_to_padded_tensor",
+    "aten::_to_dense", "aten::_new_zeros_with_same_feature_meta", "aten::_linalg_check_errors",
+)  # fmt: skip
 """Operators whose results have sizes, or a memory order, that depend on values, though no tag says so; or, of
 ``_new_zeros_with_same_feature_meta``, on where its operands begin. ``_linalg_check_errors`` raises by values: programs catch
 that, and try again with another matrix."""

@@ -60,15 +60,9 @@ copy."""
 PUSH, POP, MODE, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH = range(9)
 """The table of functions, as ``TABLE`` names them, and the address of ``finish``."""
 TABLE = (
-    "cuCtxPushCurrent_v2",
-    "cuCtxPopCurrent_v2",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuStreamIsCapturing",
-    "cuEventRecord",
-    "cuStreamWaitEvent",
-    "cuMemcpyAsync",
-    "cuLaunchHostFunc",
-)
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing", "cuEventRecord",
+    "cuStreamWaitEvent", "cuMemcpyAsync", "cuLaunchHostFunc",
+)  # fmt: skip
 CAPTURED = 900
 """``CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED``."""
 NOT_STARTED = 1 << 32

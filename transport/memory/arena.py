@@ -293,8 +293,7 @@ class Arena:
         """A block of at least ``nbytes``, aligned to ``ALIGN``, of this pool or (``None``) of ``readable``. Raises
         ``ArenaFull``."""
         size = size_class(nbytes)
-        if pool is None:
-            pool = self.readable
+        pool = pool or self.readable
         if self.ended:
             self.sweep()
         with self._lock:
