@@ -45,10 +45,10 @@ def test_a_group_needs_time(tmp_path: Path, seconds: float):
 
 
 def test_waits_of_any_length():
-    from rdmarpc.collectives.queue import Work, nothing
-    from rdmarpc.transport import TransferTimeout
+    from rdmarpc.collectives.queue import Work
+    from rdmarpc.transport import TransferTimeout, nobody
 
-    work = Work(nothing, [], "a call")
+    work = Work(nobody, [], "a call")
     with pytest.raises(TransferTimeout, match="a call was not done within -1 s"):
         work.wait(timedelta(seconds=-1))
     end = threading.Timer(0.05, work.finish, (None,))
