@@ -471,7 +471,7 @@ class Callee:
         payload = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
         if not control:
-            errors.tell(self.failures, error)
+            errors.tell(self.failures, error, answering.function)
         if rref is not None:
             # The creator learns that the reference exists; a fetch of the value raises the error.
             error = errors.ordinary(error)

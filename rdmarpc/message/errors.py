@@ -115,14 +115,15 @@ def _dump(value: object) -> bytes:
     return b""
 
 
-def tell(guard: Guard, error: BaseException) -> None:
+def tell(guard: Guard, error: BaseException, function: Any) -> None:
     """Log a function that failed, at the worker that ran it: a kind of failure is a type of exception and the function that was
     called, the outermost frame that is not ours."""
-    guard.note(error, f"a function that another worker called, {_where(error.__traceback__)},")
+    guard.note(error, f"a function that another worker called, {_where(error.__traceback__, function)},")
 
 
-def _where(trace: TracebackType | None) -> str:
-    """The function that a request called, as far as it is written in Python: name and file. Else where it was called."""
+def _where(trace: TracebackType | None, function: Any) -> str:
+    """The function that a request called, as far as it is written in Python: name and file. Else its name (``torch.add``), or
+    where no function could be read, what read it."""
     name = ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -130,7 +131,7 @@ def _where(trace: TracebackType | None) -> str:
         if not code.co_filename.startswith(_OURS):
             return name
         trace = trace.tb_next
-    return name
+    return getattr(function, "__name__", name)
 
 
 class BackwardError(RuntimeError):

@@ -220,6 +220,7 @@ def test_one_traceback_of_each_kind_and_then_counts(device):
     traces = [line for line in callee if "Traceback" in line]
     assert len(traces) == 3
     assert "again" in traces[0]
+    assert "another worker called, add, failed" in traces[1]  # by its name: it has no frame of Python
     assert "another kind" in traces[2]
     counts = [line for line in callee if line not in traces]
     assert [line.partition(" failed ")[2].split(" times")[0] for line in counts] == ["10", "100"]
