@@ -194,8 +194,10 @@ class Channel(abc.ABC):
     def landing(self, nbytes: int) -> tuple[Block, bytes]:
         """A fresh block of ``pool`` (``nbytes`` > 0) and its descriptor. The caller owns the block, and gives it to
         ``arena.free`` or ``arena.hold`` exactly once."""
-        self.check()
-        block, device = (self.own_pool or self.pool).allocate(nbytes), self.device
+        if self.error is not None:
+            raise fresh(self.error)
+        device = self.device
+        block = device.arena.allocate(nbytes, self.own_pool or self.pool)
         segment = block.segment
         return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)
 

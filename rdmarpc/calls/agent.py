@@ -260,7 +260,7 @@ class Agent:
         link = self._links.get(to.number)
         if link is None:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
-        limit = self.limit(timeout)
+        limit = self.rpc_timeout if timeout == -1.0 else self.limit(timeout)
         if self.garbage:
             self.rrefs.collect()
         context = None

@@ -122,7 +122,7 @@ def sole_block(tensor: torch.Tensor, arena: Arena) -> Block | None:
     if sole.references(tensor) != sole.PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
         return None
     storage = tensor.untyped_storage()
-    if sole.storage_uses(storage) != sole.STORAGE_USES or sole.references(storage) != sole.STORAGE:
+    if sole.storage_uses(storage._cdata) != sole.STORAGE_USES or sole.references(storage) != sole.STORAGE:
         return None
     return arena.leased(storage)
 

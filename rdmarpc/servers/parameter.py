@@ -275,7 +275,7 @@ def _look_outside(net: nn.Module, shown: list[Shown]) -> None:
     here = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
     for name, parameter in net.named_parameters() if sole.STORAGE_USES >= 0 else ():
         storage = parameter.untyped_storage()
-        if sole.storage_uses(storage) > sole.STORAGE_USES + here[storage._cdata] - 1:
+        if sole.storage_uses(storage._cdata) > sole.STORAGE_USES + here[storage._cdata] - 1:
             _warn(
                 f"a tensor outside of the model shares the memory of {name!r} (a state_dict(), .data or .detach() of it): it "
                 "keeps the values of now, and others may do so, too"

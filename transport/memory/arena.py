@@ -170,21 +170,17 @@ class Pool:
     def capacity(self) -> int:
         return sum(segment.nbytes for segment in self.segments)
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block of at least ``nbytes``, aligned to ``ALIGN``. Raises ``ArenaFull``."""
-        return self._arena.allocate(nbytes, self)
-
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor over a fresh block, which returns when the last tensor over its storage dies."""
         count = prod(shape)
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        return self._arena.hold(self.allocate(nbytes), nbytes, dtype, count).view(tuple(shape))
+        return self._arena.hold(self._arena.allocate(nbytes, self), nbytes, dtype, count).view(tuple(shape))
 
     def run(self, nbytes: int) -> torch.Tensor:
         """As ``tensor``, of ``nbytes`` > 0 bytes."""
-        return self._arena.hold(self.allocate(nbytes), nbytes, torch.uint8, nbytes)
+        return self._arena.hold(self._arena.allocate(nbytes, self), nbytes, torch.uint8, nbytes)
 
     def set_apart(self, nbytes: int) -> torch.Tensor:
         """As ``run``, but in a segment of its own, which the arena's limit does not count: for memory that a connection needs
@@ -201,10 +197,7 @@ class Pool:
     # -- for the arena, with its lock held
 
     def take(self, size: int) -> Block | None:
-        """A free block of this size class; ``None`` if the pool's segments have none."""
-        ready = self.bins.get(size)
-        if ready:
-            return ready.pop()
+        """A block of this size from the extents; ``None`` if none is large enough."""
         best = -1
         for at, (_, _, free) in enumerate(self.extents):
             if free >= size and (best < 0 or free < self.extents[best][2]):
@@ -298,7 +291,8 @@ class Arena:
             self.sweep()
         with self._lock:
             self._reclaim()
-            block = pool.take(size)
+            ready = pool.bins.get(size)
+            block = ready.pop() if ready else pool.take(size)
             if block is None:
                 pool.merge_bins()
                 block = pool.take(size)
@@ -417,7 +411,7 @@ class Arena:
     def _reclaim(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            pool, size = block.segment.pool, size_class(block.nbytes)
+            pool, size = block.segment.pool, block.nbytes
             pool.bins.setdefault(size, []).append(block)
             pool.used -= size
             self.used -= size

@@ -13,15 +13,12 @@ from collections.abc import Callable
 
 import torch
 
-
-def references(value: object) -> int:
-    """The number of references to an object, with those that exist only because of this call."""
-    return sys.getrefcount(value)
+references = sys.getrefcount
+"""The number of references to an object, with those that exist only because of this call."""
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """The number of tensors and Python objects that refer to a storage, with the argument itself."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""The number of tensors and Python objects that refer to the storage with this ``_cdata``."""
 
 
 def _kept(others: list[object] | None) -> int:
@@ -56,7 +53,7 @@ def _uses(others: list[object] | None) -> int:
     if others is not None:
         others.append(tensor.view(1))
     storage = tensor.untyped_storage()
-    return storage_uses(storage)
+    return storage_uses(storage._cdata)
 
 
 def _calibrated(count: Callable[[list[object] | None], int]) -> int:

@@ -135,7 +135,7 @@ def test_what_is_set_apart_needs_no_room() -> None:
     apart = [pool.set_apart(2 * MIB) for _ in range(3)]
     assert len({piece.data_ptr() for piece in apart}) == 3 and all(piece.nbytes == 2 * MIB for piece in apart)
     with pytest.raises(ArenaFull, match=f"{8 * MIB} of {8 * MIB} bytes in use, limit {8 * MIB}"):
-        pool.allocate(1)
+        arena.allocate(1, pool)
     with pytest.raises(ArenaFull):
         arena.allocate(MIB)
     pool.close()
