@@ -144,7 +144,8 @@ class Pool:
             except RuntimeError as error:  # no more threads: those that there are go on
                 if not self.threads:
                     raise
-                self._guard.note(error, "starting another thread")
+                if threading.main_thread().is_alive():  # not at the interpreter's end (Python 3.12)
+                    self._guard.note(error, "starting another thread")
                 return
             self.threads.append(thread)
 
