@@ -57,7 +57,7 @@ def train(folder: Path) -> list[float]:
         print(f"goes on from step {state['step']}", flush=True)
     while state["step"] < STEPS:
         if state["step"] == KILLED and first:
-            rpc.rpc_async("worker1", os._exit, (1,))
+            rpc.rpc_sync("worker1", os._exit, (1,))  # PeerLost
         state["losses"].append(step(model, state["optimizer"], state["step"]))
         state["step"] += 1
         if state["step"] % EVERY == 0:
