@@ -74,8 +74,8 @@ class Row(NamedTuple):
 
 
 def seed(number: int) -> None:
-    """``torch.manual_seed`` for the CPU alone: that one keeps the caller's stack for each kind of device that is not there, which
-    takes longer than most operators."""
+    """``torch.manual_seed`` for the CPU alone: that one keeps the caller's stack for each kind of device that is not there,
+    which takes longer than most operators."""
     torch.default_generator.manual_seed(number)
 
 
