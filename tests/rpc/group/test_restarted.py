@@ -135,6 +135,6 @@ def test_training_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
 
 
 def test_ddp_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    done = programs.run(*LAUNCHER, "examples/elastic_ddp.py", str(tmp_path))
+    done = programs.run("tests/helpers/restarts.py", "examples/elastic_ddp.py", str(tmp_path))
     assert done.returncode == 0 and done.stdout.count("goes on from step 8") == 2, done.stdout
     assert done.stdout.count("all parameters are those of one process: True") == 2, done.stdout
