@@ -1,5 +1,5 @@
-"""For a process that others are forked from: it does once what each of them would do. While it imports, garbage is
-looked for seldom; that would take a third of the time. So this module is imported before torch.
+"""For a process that others are forked from: it does once what each of them would do. While it imports, garbage is looked for
+seldom: that would take a third of the time. So this module is imported before torch.
 
 No thread of ours and no kernel runs in it, so a fork of it is as good as a fresh process.
 """
