@@ -39,7 +39,7 @@ smoke: $(INSTALLED)
 
 # Most tests wait more than they compute (for processes to start, for a limit to pass): they run four at once, in the order of the
 # files, so that the longest, whole programs, come first. Those that look at times or at the memory of their process have no more
-# than one other beside them.
+# than two others beside them: they use less than half of a core each.
 QUIET := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/transport/tcp tests/transport/tls \
 	$(addsuffix .py,$(addprefix tests/,$(addprefix rpc/gradients/test_autograd_,errors memory results) \
 	$(addprefix rpc/calls/test_,calls errors) rpc/links/test_silence \
@@ -51,7 +51,7 @@ test: export OMP_WAIT_POLICY = PASSIVE
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUIET) || status=1; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(QUIET) || status=1; \
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests $(addprefix --ignore=,$(QUIET)) || status=1; \
 	exit $$status
 else

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import ancestor
 import gpu
 import hypothesis
 import psutil
@@ -27,8 +28,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-
-gc.disable()  # until all tests are there: imports leave no garbage, and looking for it takes 40 % of their time
+gc.disable()  # until all tests are there: nothing is forked from this process itself
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,8 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What takes long, and once, is done before the first test's limit of time begins."""
-    gc.collect()
-    gc.freeze()  # nor is it looked for among what was imported, here or in processes that are forked from this one
+    ancestor.settle()
     gc.enable()
     if session.config.option.collectonly:
         return

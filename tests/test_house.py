@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -181,25 +182,31 @@ def rooms(root: Path) -> list[Path]:
     return sorted(path.parent for storey in STOREYS for path in (root / storey).glob("*/__init__.py"))
 
 
-HOUSE = modules(ROOT)
+@functools.cache
+def everything() -> dict[str, Module]:
+    return modules(ROOT, FOLDERS)
+
+
+def house() -> dict[str, Module]:
+    return {name: module for name, module in everything().items() if module.place[0] in STOREYS}
 
 
 def test_every_file_has_a_room():
     known = {storey: {room for rooms in levels for room in rooms} for storey, levels in ORDER.items()}
-    strange = [str(module.path) for module in HOUSE.values() if module.place[1] not in known[module.place[0]]]
-    assert len(HOUSE) > 150 and not strange
+    strange = [str(module.path) for module in house().values() if module.place[1] not in known[module.place[0]]]
+    assert len(house()) > 150 and not strange
 
 
 def test_imports_go_down():
-    assert not list(upward(HOUSE))
+    assert not list(upward(house()))
 
 
 def test_imports_from_above_name_the_storeys_root_only():
-    assert not list(past_a_face(modules(ROOT, FOLDERS)))
+    assert not list(past_a_face(everything()))
 
 
 def test_no_circles():
-    assert not circles(HOUSE)
+    assert not circles(house())
 
 
 def test_a_room_says_what_it_is():
@@ -270,7 +277,7 @@ def test_an_import_past_a_face_is_seen(tmp_path: Path, file: str, text: str, pas
 def test_sizes_are_told():
     """Lines of code by room, without blanks, comments and docstrings: ``pytest -s``. Nothing here fails because of them."""
     lines = Counter[str]()
-    for module in modules(ROOT, FOLDERS).values():
+    for module in everything().values():
         storey, room = module.place
         lines[f"{storey}/" if room.endswith(".py") else f"{storey}/{room}/"] += code_lines(module)
     print("", *(f"{count:7,} {room}" for room, count in lines.most_common()), f"{lines.total():7,} all", sep="\n")

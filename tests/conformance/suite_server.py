@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import importlib
 import json
 import multiprocessing
@@ -117,11 +116,12 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+    ancestor = importlib.import_module("ancestor")
     cases = importlib.import_module(sys.argv[1]).load()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # a rank would take torch's operators apart, one by one
-    gc.collect()
-    gc.freeze()  # else each rank's collector writes to, and so copies, everything that was imported
+    ancestor.prepare()
     print(json.dumps(sorted(cases)), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -44,7 +44,7 @@ def test_reinforcement_learning():
 
 
 def test_pipeline():
-    said = run("examples/pipeline.py", fresh=True)
+    said = run("examples/pipeline.py")
     assert number(r"accuracy on images never seen: ([\d.]+)%", said) >= 95
     assert "6 micro-batches: 6 by the first stage, 6 by the second" in said
     assert "the pipeline computes what the network does: True" in said

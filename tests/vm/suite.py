@@ -62,8 +62,9 @@ def prewarm(arguments: list[str]) -> None:
     """On the host, where it takes seconds: byte code of modules and tests, and kernels compiled for a processor of no kind."""
     code = f"""
 import sys, warm, pytest
+from rdmarpc.transport.words.compiled import kernels
 status = pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{arguments}])
-for kernel in warm.kernels:
+for kernel in kernels:
     kernel.load()
 sys.exit(status)
 """

@@ -394,6 +394,7 @@ def too_slow(rank):
             while time.monotonic() < until:
                 good_in_other_thread("worker1")
                 good_in_other_thread("worker2", "worker0")
+                time.sleep(0.02)
         gone_everywhere("worker0", "worker1", "worker2")
         eventually(lambda: len(agent.current().caller.expired) + len(agent.current().caller.pending), 0)
         good("worker1", "worker2")

@@ -118,23 +118,13 @@ def test_missing_workers_are_named() -> None:
         late.meet()
 
 
-LAUNCHER = (
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node=2",
-    "--max-restarts=2",
-    "--monitor-interval=0.1",
-)
-
-
 def test_training_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    done = programs.run(*LAUNCHER, "examples/elastic.py", str(tmp_path))
+    done = programs.run("tests/helpers/restarts.py", "examples/elastic.py", str(tmp_path))
     assert done.returncode == 0 and "goes on from step 8" in done.stdout, done.stdout
     assert "all 20 losses are those of one process: True" in done.stdout, done.stdout
 
 
 def test_ddp_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    done = programs.run(*LAUNCHER, "examples/elastic_ddp.py", str(tmp_path))
+    done = programs.run("tests/helpers/restarts.py", "examples/elastic_ddp.py", str(tmp_path))
     assert done.returncode == 0 and done.stdout.count("goes on from step 8") == 2, done.stdout
     assert done.stdout.count("all parameters are those of one process: True") == 2, done.stdout

@@ -45,6 +45,7 @@ def settle(more):
 join(address())  # what is loaded once
 rpc.shutdown()
 before = count()
+gc.freeze()  # every count looks for garbage
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 failed = 0
 for more in few:

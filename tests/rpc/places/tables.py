@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import torch
-from operators import bits, operators, samples
+from operators import bits, operators, samples, seed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -88,7 +88,7 @@ def _both_values(function: Any, sample: Any, grad: bool, seen: Watch) -> None:
         args, kwargs = tree_map_only(
             torch.Tensor, _copy if not other else _other, ((sample.input, *sample.args), sample.kwargs)
         )
-        torch.manual_seed(3)
+        seed(3)
         try:
             with seen:
                 results = [each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, torch.Tensor)]
