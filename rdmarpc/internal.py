@@ -122,7 +122,11 @@ def taken_apart(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 def _run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     """Run at the callee what another pickler of the caller's took apart."""
-    function, args, kwargs = deserialize(binary_data, tensor_table)
+    return run_called(*deserialize(binary_data, tensor_table))
+
+
+def run_called(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function that was called by another worker: a future of one that is ``async_execution`` alone."""
     result = function(*args, **kwargs)
     inner, is_future = getattr(function, "_wrapped_async_rpc_function", None), isinstance(result, torch._C.Future)
     if is_future and inner is None:

@@ -135,14 +135,16 @@ def mapped(future: torch.futures.Future[Any], function: Callable[[Any], Any]) ->
     found = Awaitable()
     source = known(future)
 
-    def tell(done: torch.futures.Future[Any]) -> None:
-        try:
-            found.set_result(function((source or done).value()))
-        except Exception as error:
-            fail(found, bare(error))
-
-    future.add_done_callback(tell)
+    future.add_done_callback(lambda done: settle(found, lambda: function((source or done).value())))
     return found
+
+
+def settle(future: torch.futures.Future[Any], value: Callable[[], Any]) -> None:
+    """Complete ``future`` with what ``value`` returns, or raises."""
+    try:
+        future.set_result(value())
+    except Exception as error:
+        fail(future, bare(error))
 
 
 def _raise_copy(error: Exception) -> None:

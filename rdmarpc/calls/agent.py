@@ -255,6 +255,8 @@ class Agent:
         of a value that the call creates. Raises what pickling raises; all other errors are the answer's."""
         if not callable(function):
             raise TypeError("function should be callable.")
+        if hasattr(args, "__array__"):
+            raise TypeError(f"args should be a tuple, as in args=(x,), but is of type {type(args).__name__}")
         if not flags & CONTROL and (tracing() or dispatch_modes()):
             check_real()
         link = self._links.get(to.number)

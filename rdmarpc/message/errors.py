@@ -50,10 +50,8 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException as reason:
         summary, trace = _unreadable(error, "text cannot be made", reason), ""
-    if not isinstance(error, Exception):
-        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5)
-    text = f"On {me}:\n{summary}\n{trace}"
-    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5)
+    text, kind = f"On {me}:\n{summary}\n{trace}", type(error) if isinstance(error, Exception) else RuntimeError
+    return pickle.dumps((name, text, _dump(kind), b"" if _is_text(error) else _dump(error)), 5)
 
 
 def readable(error: BaseException) -> BaseException:
@@ -103,7 +101,7 @@ def unsendable(error: BaseException) -> BaseException:
     return made
 
 
-def _is_text(error: Exception) -> bool:
+def _is_text(error: BaseException) -> bool:
     """Whether an exception is nothing but its type and one text, and shows that text as it is."""
     args = error.args
     return len(args) == 1 and type(args[0]) is str and not error.__dict__ and type(error).__str__ is BaseException.__str__

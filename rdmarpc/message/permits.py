@@ -77,7 +77,7 @@ _CALLED = {
     "rdmarpc.gradients.waves": "_settle _survey",
     "rdmarpc.servers.local": "create load_state_dict state_dict step",
     "rdmarpc.nn": "_made _make _parameters _remote_forward _remote_forward_on _train",
-    "rdmarpc.references.handle": "_accumulate _backward _fetch _run _run_async _type_of",
+    "rdmarpc.references.handle": "_accumulate _backward _fetch _run _run_async _run_made _type_of",
     "rdmarpc.servers.server": "ask enter leave why",
     "rdmarpc.calls.termination": "_report",
     "rdmarpc.timeline": "_hand_over _written",

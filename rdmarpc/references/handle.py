@@ -10,14 +10,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..base import here
-from ..base.futures import Awaitable, fail, mapped
+from ..base.futures import Awaitable, fail, mapped, settle
 from ..base.here import WorkerInfo
 from ..functions import MAY_DEFER, async_execution
 from ..gradients import waves
 from ..gradients.behind import Fetched
 from ..gradients.context import current as current_context
 from ..gradients.waves import check_types, referenced_scalar, scalars
-from ..internal import taken_apart
+from ..internal import run_called, taken_apart
 from ..links.frames import CONTROL
 from ..message import errors, permits, serialize
 from ..message.incoming import landed_reference
@@ -153,37 +153,14 @@ class RRef(Generic[T]):
         )
 
     def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
-        """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever
-        thread issues the call then, it is one of the autograd context, and of the grad mode, of this one."""
-        result = Awaitable()
-        context, recorded = current_context.context, torch.is_grad_enabled()
-
-        def issue(found: torch.futures.Future[type]) -> None:
-            before, current_context.context = current_context.context, context
-            try:
-                function = _call_of(found.value(), name)
-                with torch.set_grad_enabled(recorded):
-                    call = taken_apart(function, (self, name, args, kwargs), None)
-                    future = self._agent.call_async(self.owner(), *call, timeout)
-            except Exception as error:
-                fail(result, bare(error))
-                return
-            finally:
-                current_context.context = before
-            future.add_done_callback(finish)
-
-        def finish(future: torch.futures.Future[Any]) -> None:
-            try:
-                result.set_result(future.value())
-            except Exception as error:
-                fail(result, bare(error))
-
+        """Returns at once, and raises nothing. The arguments are taken now, whatever is known of the value."""
         try:
             check(self, "call rpc_async() on it")
-            self._get_type(timeout, blocking=False).add_done_callback(issue)
+            return self._agent.call_async(self.owner(), *taken_apart(_run_made, (self, name, args, kwargs), None), timeout)
         except Exception as error:
+            result = Awaitable()
             fail(result, bare(error))
-        return result
+            return result
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass of the value, a scalar, on its owner: in the autograd context with that id; or, without one
@@ -367,9 +344,33 @@ def _run_async(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
     return permits.method(rref.local_value(), name)(*args, **kwargs)
 
 
+def _run_made(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """``_run`` or ``_run_async``. If the value is still to be made, this worker calls itself then: no thread waits. That call
+    is one of the autograd context of this one."""
+    agent = here.current()
+    value = agent.rrefs.future(fork_of(rref).rref)
+    if value.done():
+        return run_called(_call_of(type(value.value()), name), (rref, name, args, kwargs), {})
+    result, context = Awaitable(), current_context.context
+
+    def issue(made: torch.futures.Future[Any]) -> None:
+        before, current_context.context = current_context.context, context
+        try:
+            call = taken_apart(_call_of(type(made.value()), name), (rref, name, args, kwargs), None)
+            agent.call_async(rref.owner(), *call, 0).add_done_callback(lambda future: settle(result, future.value))
+        except Exception as error:
+            fail(result, bare(error))
+        finally:
+            current_context.context = before
+
+    value.add_done_callback(issue)
+    return result
+
+
+_run_made._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
 # Each method has landing places of its own.
-_run._names_callee = _run_async._names_callee = 1  # type: ignore[attr-defined]
-_run._method_of = _run_async._method_of = "rref"  # type: ignore[attr-defined]
+_run._names_callee = _run_async._names_callee = _run_made._names_callee = 1  # type: ignore[attr-defined]
+_run._method_of = _run_async._method_of = _run_made._method_of = "rref"  # type: ignore[attr-defined]
 
 
 def _fetch(rref: int) -> Any:

@@ -128,7 +128,7 @@ def kinds(rank):
                 call()
         for kind, text in ((SystemExit, "SystemExit: 3"), (KeyboardInterrupt, "KeyboardInterrupt: 3")):
             for call in calls(raise_it, kind, 3):
-                with pytest.raises(RuntimeError, match=text):
+                with pytest.raises(RuntimeError, match=rf"On WorkerInfo\(id=\d, name=worker\d\):\n(RuntimeError: )?{text}"):
                     call()
         for call in calls(raise_it, Silent):
             with pytest.raises(Silent) as caught:

@@ -420,12 +420,18 @@ def proxies(rank):
             late = rpc.remote(owner, Thing, (1, 4.0))
             start = time.monotonic()
             futures = [late.rpc_async().add(1) for _ in range(40)]
+            given, unknown = [1], late.rpc_async().non_exist()
+            named, later = late.rpc_async().named(given, given), late.rpc_async().later(0.1)
+            given.append(2)  # too late for the call
             assert time.monotonic() - start < 3.5
             assert rpc.rpc_sync(owner, Thing.double, (2,)) == 4
             assert sorted(future.wait() for future in futures) == list(range(2, 42))
+            assert named.wait() == ([1], [1], 0.0, {}) and later.wait().startswith("later")
+            with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
+                unknown.wait()
             first = late._get_type(blocking=False)
             assert first is late._get_type(blocking=False) and first.wait() is Thing is late._get_type()
-        del thing, proxy, future, futures, tensor, late, first, form
+        del thing, proxy, future, futures, tensor, late, first, form, unknown, named, later
         wait_until_empty(range(2))
     rpc.shutdown()
 
