@@ -135,8 +135,9 @@ class Recorder:
         self._stepping += 1
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    storage = self._storage(parameter.grad)
+                gradient = getattr(parameter, "grad", None)  # references, of a distributed optimizer, have none
+                if gradient is not None:
+                    storage = self._storage(gradient)
                     self._called.setdefault(storage, self._called.get(self._storage(parameter), ""))
                     if storage not in self._made:
                         self._kinds[storage] = Kind.GRADIENT
