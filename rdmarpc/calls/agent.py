@@ -257,6 +257,7 @@ class Agent:
             raise TypeError("function should be callable.")
         if not flags & CONTROL and (tracing() or dispatch_modes()):
             check_real()
+            here.refuse("it calls a function of a worker")
         link = self._links.get(to.number)
         if link is None:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
