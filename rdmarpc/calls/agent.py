@@ -259,6 +259,7 @@ class Agent:
             raise TypeError(f"args should be a tuple, as in args=(x,), but is of type {type(args).__name__}")
         if not flags & CONTROL and (tracing() or dispatch_modes()):
             check_real()
+            here.refuse("it calls a function of a worker")
         link = self._links.get(to.number)
         if link is None:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..base import streams
+from ..base import here, streams
 from ..base.streams import joint, use_here
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..transport import nobody, sole
@@ -285,6 +285,7 @@ class Contexts:
 
     def find(self, number: int) -> Context:
         """The context of that number. Raises ``RuntimeError`` if there is none."""
+        here.refuse("it uses a context of distributed autograd")
         found = self.live.get(number)
         if found is None:
             raise RuntimeError(f"Could not find autograd context with id: {number}")

@@ -126,9 +126,7 @@ def _frontier(net: nn.Module, opened: set[str]) -> list[str]:
     found: list[str] = []
 
     def walk(module: nn.Module, path: str) -> None:
-        for name, child in module._modules.items():
-            if child is None:
-                continue
+        for name, child in module.named_children():  # each once
             below = join(path, name)
             if below in opened or (isinstance(child, (nn.ModuleList, nn.ModuleDict)) and child._modules):
                 walk(child, below)
@@ -249,7 +247,7 @@ def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
     parents = {path.rpartition(".")[0] for path in homes}
     while parent := max((path for path in parents if path), key=lambda path: path.count("."), default=None):
         parents.discard(parent)
-        children = [join(parent, name) for name, child in net.get_submodule(parent)._modules.items() if child is not None]
+        children = [join(parent, name) for name, _ in net.get_submodule(parent).named_children()]
         found = {homes.get(child) for child in children}
         parents.add(parent.rpartition(".")[0])
         if len(found) == 1 and None not in found:

@@ -133,13 +133,13 @@ class Recorder:
         if threading.get_ident() != self._thread:
             return
         self._stepping += 1
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    storage = self._storage(parameter.grad)
-                    self._called.setdefault(storage, self._called.get(self._storage(parameter), ""))
-                    if storage not in self._made:
-                        self._kinds[storage] = Kind.GRADIENT
+        for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
+            gradient = getattr(parameter, "grad", None)  # references, of a distributed optimizer, have none
+            if gradient is not None:
+                storage = self._storage(gradient)
+                self._called.setdefault(storage, self._called.get(self._storage(parameter), ""))
+                if storage not in self._made:
+                    self._kinds[storage] = Kind.GRADIENT
 
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == self._thread:

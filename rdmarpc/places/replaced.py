@@ -18,7 +18,7 @@ from ..transport import NotSupported
 from .geometry import Geometry, view
 from .names import DEVICE
 from .runners import running
-from .tensor import RemoteTensor, at_place
+from .tensor import RemoteTensor
 from .wrap import exchange
 
 
@@ -182,8 +182,8 @@ def _reduce(value: RemoteTensor, message: Message) -> Any:
     first."""
     stream = value._handle.stream
     if message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
-        found = at_place(value.detach(), None).clone().requires_grad_(value.requires_grad)
-        return message.in_parts(value, message.reduce(found))
+        found = value.cpu()  # gradients go back through it
+        return message.reduce(found if torch.is_grad_enabled() else found.requires_grad_(value.requires_grad))
     stream.synchronize()
     where = stream.key, *value._words, value._meta.geometry.plain(), value.requires_grad
     return message.in_parts(value, (lying, where))

@@ -446,4 +446,4 @@ def _accumulate(rrefs: tuple[int, ...], retain_graph: bool, *gradients: torch.Te
 
 @async_execution
 def _type_of(rref: int) -> torch.futures.Future[type]:
-    return mapped(here.current().rrefs.future(rref), type)
+    return mapped(here.current().rrefs.future(rref), lambda value: value.__class__)  # a wrapped model tells its own

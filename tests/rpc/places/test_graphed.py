@@ -553,6 +553,45 @@ def test_a_collective_within(group, backend):
     group.run(collective_within, backend)
 
 
+def calls_within() -> None:
+    """A step by distributed autograd and optimizer, and one that has another worker count."""
+    nets = [mlp() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    model = rpc.wrap(nets[1], HALVES)
+    theirs = torch.optim.SGD(nets[0].parameters(), 0.1)
+    ours = rpc.optim.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(p) for p in model.parameters()], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with rpc.autograd.context() as context_id:
+            loss = model(x).pow(2).mean()
+            rpc.autograd.backward(context_id, [loss])
+            ours.step(context_id)
+        return loss
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        rpc.rpc_sync("worker1", counted.append, (1,))
+        return model(x)
+
+    counts, steps = rpc.graphed(count), rpc.graphed(step)
+    for x, _ in batches(6):
+        theirs.zero_grad()
+        loss = nets[0](x).pow(2).mean()
+        loss.backward()
+        theirs.step()
+        assert torch.equal(steps(x).cpu(), loss)
+        counts(x)
+    assert (counts.replays, steps.replays) == (0, 0)
+    assert "function of a worker" in counts.why and "distributed autograd" in steps.why
+    model.close()
+
+
+counted: list[int] = []
+
+
+def test_calls_within(group):
+    group.run(calls_within)
+
+
 def exchanged() -> None:
     """Modules, buffers and states of optimizers take turns, and both live on."""
 

@@ -130,6 +130,11 @@ def test_tied_parameters_stay_together():
     assert home(places, "tokens") == home(places, "head") == ("w0", "cpu")
     sizes = weights_of(net, placement, ["w0", "w1"])
     assert abs(sizes[0] - sizes[1]) < sum(sizes) / 6
+    shared = nn.Linear(8, 8)
+    net = nn.Sequential(shared, nn.Linear(8, 8), shared)
+    assert auto_placement(net, ["w0", "w1"]) == {"0": "w0", "1": "w1"}
+    net = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([shared, nn.Linear(8, 8), shared]))
+    assert resolve(net, auto_placement(net, ["w0", "w1", "w2"]), ["w0", "w1", "w2"])
 
 
 class Busy(nn.Module):

@@ -242,6 +242,8 @@ def the_object() -> None:
     assert sum(p.numel() for p in model.parameters()) == sum(shape.numel() for _, shape, _, _ in shapes)
     with pytest.raises(AttributeError, match="nothing"):
         model.part.nothing  # noqa: B018
+    x = torch.randn(3, 20)
+    assert_same(rpc.RRef(model).rpc_sync().forward(x), model(x))
 
     class Closes(nn.Linear):
         transfers = 3

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import batches, beside, step
+from beside import assert_same, batches, beside, both, step
 from torch import nn
 from torch.optim import lr_scheduler as rates
+
+import rdmarpc as rpc
 
 PLACEMENT = {"a": "worker1", "c": "worker2"}
 DATA = batches(5, 8, 20)
@@ -327,3 +329,22 @@ def several() -> None:
 
 def test_several_optimizers(drive):
     drive(several)
+
+
+def distributed() -> None:
+    """What lies at a worker goes into calls to that worker and to another, and gradients come back."""
+    net, twin = both(Net, PLACEMENT)
+    ours = rpc.optim.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(p) for p in net.parameters()], lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for (x, _), worker in zip(DATA, ("worker1", "worker2", "worker0")):
+        with rpc.autograd.context() as context_id:
+            rpc.autograd.backward(context_id, [rpc.rpc_sync(worker, torch.mul, (net(x), 2.0)).pow(2).mean()])
+            ours.step(context_id)
+        theirs.zero_grad()
+        (twin(x) * 2.0).pow(2).mean().backward()
+        theirs.step()
+        assert_same(net.state_dict(), twin.state_dict(), worker)
+
+
+def test_a_distributed_optimizer(drive):
+    drive(distributed)
