@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..base import here
 from ..message.serialize import Message, register_reducer
 from ..transport import NotSupported
 from .geometry import Geometry, view
@@ -44,6 +45,7 @@ def _by_element(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
     @functools.wraps(torchs)
     def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        here.refuse("it calls a function of Python for each element of a tensor")
         found = home(tensor)
         torchs(found, *map(home, args))
         return tensor if found is tensor else tensor.copy_(found)

@@ -554,7 +554,7 @@ def test_a_collective_within(group, backend):
 
 
 def calls_within() -> None:
-    """A step by distributed autograd and optimizer, and one that has another worker count."""
+    """A step by distributed autograd and optimizer, one that has another worker count, and one that goes element by element."""
     nets = [mlp() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     model = rpc.wrap(nets[1], HALVES)
@@ -572,16 +572,20 @@ def calls_within() -> None:
         rpc.rpc_sync("worker1", counted.append, (1,))
         return model(x)
 
-    counts, steps = rpc.graphed(count), rpc.graphed(step)
+    def each(x: torch.Tensor) -> torch.Tensor:
+        return model(x.clone().apply_(lambda number: number + 1))
+
+    counts, steps, elements = rpc.graphed(count), rpc.graphed(step), rpc.graphed(each)
     for x, _ in batches(6):
+        assert torch.equal(elements(x).cpu(), nets[0](x + 1))
         theirs.zero_grad()
         loss = nets[0](x).pow(2).mean()
         loss.backward()
         theirs.step()
         assert torch.equal(steps(x).cpu(), loss)
         counts(x)
-    assert (counts.replays, steps.replays) == (0, 0)
-    assert "function of a worker" in counts.why and "distributed autograd" in steps.why
+    assert (counts.replays, steps.replays, elements.replays) == (0, 0, 0)
+    assert "function of Python" in elements.why and "function of a worker" in counts.why and "distributed autograd" in steps.why
     model.close()
 
 
