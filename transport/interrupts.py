@@ -22,7 +22,6 @@ import contextlib
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 from collections import deque
@@ -149,7 +148,7 @@ def _around(frame: FrameType | None) -> contextlib.AbstractContextManager[None]:
     return found[1](frame.f_locals)
 
 
-_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _found = find_spec("filelock")
 _FILELOCK = os.path.join(os.path.dirname(_found.origin), "") if _found is not None and _found.origin else _TORCH
