@@ -197,12 +197,10 @@ class Streams:
                 dead.append(self._retired.popleft())
 
 
-def joint(lock: threading.Lock) -> Any:
-    """``lock`` for threads that work on the same tensors in turn: who holds it is also in order on its streams."""
-    return lock if current is None else _Joint(lock)
+class Joint:
+    """A lock for threads that work on the same tensors in turn: who holds it is also in order on its streams. Where there are
+    none (``current`` is ``None``), the lock alone does."""
 
-
-class _Joint:
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._mark: Mark | None = None

@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
 from ..base import streams
-from ..base.streams import joint, use_here
+from ..base.streams import Joint, use_here
 from ..transport import NotSupported
 from .behind import ACCUMULATE, SINK, Replica, adds_up, lending, refuse_late_hooks, replicas, watched
 from .graph import (
@@ -115,7 +115,7 @@ class Pass:
         self._running = False
         self._over = False
         self._lock = threading.Lock()
-        self._joint = joint(self._lock)
+        self._joint = self._lock if streams.current is None else Joint(self._lock)
         """The lock, also for the streams of the threads that bring gradients, run nodes, and take what the nodes emit."""
         for root in roots:
             edge = edge_of(root)
