@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from .calls import agent as _agent
 from .gradients import waves
-from .gradients.context import Context, Contexts, current
+from .gradients.context import Context, current
 from .gradients.graph import edge
 from .gradients.waves import check_types, scalars
 from .message.errors import BackwardError as BackwardError
@@ -34,7 +34,10 @@ class context:
     every worker that the context reached, without waiting for those."""
 
     def __enter__(self) -> int:
-        self._contexts, made = _enter()  # the contexts of this agent: those of the next one are not concerned
+        self._contexts = _agent.current(_NOT_INITIALIZED).contexts  # of this agent: those of the next one are not concerned
+        if current.context is not None and not current.context.ended:
+            raise RuntimeError("Already have an autograd context id for this thread.")
+        made = current.context = self._contexts.new()
         self._context_id = made.number
         return made.number
 
@@ -102,16 +105,8 @@ class DistAutogradContext:
         return {agent.group.worker(number).id for number in self._found.workers} - {agent.me.id}
 
 
-def _enter() -> tuple[Contexts, Context]:
-    contexts = _agent.current(_NOT_INITIALIZED).contexts
-    if current.context is not None and not current.context.ended:
-        raise RuntimeError("Already have an autograd context id for this thread.")
-    made = current.context = contexts.new()
-    return contexts, made
-
-
 def _new_context() -> DistAutogradContext:
-    return DistAutogradContext(_enter()[1])
+    return _retrieve_context(context().__enter__())
 
 
 def _current_context() -> DistAutogradContext:
