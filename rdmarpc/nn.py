@@ -116,7 +116,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         on, device, mapped = _parse(remote_device)
         agent = _agent.current()
-        call = taken_apart(_make, (module_cls, tuple(args or ()), dict(kwargs or {}), device), None)
+        call = taken_apart(_make, (module_cls, _agent.positional(args), dict(kwargs or {}), device), None)
         made = agent.create(agent.resolve(on), *call, -1.0)
         self._point(on, device, mapped, over(agent, made))
 
