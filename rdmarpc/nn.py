@@ -116,9 +116,8 @@ class RemoteModule(nn.Module):
         super().__init__()
         on, device, mapped = _parse(remote_device)
         agent = _agent.current()
-        call = taken_apart(_make, (module_cls, tuple(args or ()), dict(kwargs or {}), device), None)
-        made = agent.create(agent.resolve(on), *call, -1.0)
-        self._point(on, device, mapped, over(agent, made))
+        call = taken_apart(_make, (module_cls, _agent.positional(args), dict(kwargs or {}), device), None)
+        self._point(on, device, mapped, over(agent, agent.create(agent.resolve(on), *call, -1.0)))
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
@@ -178,8 +177,7 @@ def _parse(remote_device: str) -> tuple[str | int, str, bool]:
     if agent is None:
         raise AssertionError("RemoteModule only works in RPC.")
     parsed = _remote_device(remote_device)
-    name = parsed.worker_name()
-    on = parsed.rank() if name is None else name
+    on = parsed.worker_name() or parsed.rank()
     if on is None:
         raise ValueError(
             f"Could not parse remote_device: {remote_device}. The valid format is '<workername>/<device>' or "

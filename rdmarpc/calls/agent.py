@@ -255,8 +255,6 @@ class Agent:
         of a value that the call creates. Raises what pickling raises; all other errors are the answer's."""
         if not callable(function):
             raise TypeError("function should be callable.")
-        if hasattr(args, "__array__"):
-            raise TypeError(f"args should be a tuple, as in args=(x,), but is of type {type(args).__name__}")
         if not flags & CONTROL and (tracing() or dispatch_modes()):
             check_real()
             here.refuse("it calls a function of a worker")
@@ -278,7 +276,7 @@ class Agent:
             request = partial(self.post.observer.sending, request)
         if torch_profiler._is_profiler_enabled:
             request = partial(profiled.sending, request, self.name)
-        return request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork, context)
+        return request(link, function, positional(args), kwargs, limit, flags, future, rref, fork, context)
 
     def _start_first(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
@@ -503,6 +501,13 @@ def _tell_end(links: Links, worker: int, context: int) -> None:
     link = links.by_worker.get(worker)
     if link is not None:  # else lost, and its part with it
         tell(link, ENDED, context)
+
+
+def positional(args: Any) -> tuple[Any, ...]:
+    """``args`` of a call. Raises ``TypeError`` for a tensor or an array, whose rows would pass for arguments."""
+    if hasattr(args, "__array__"):
+        raise TypeError(f"args should be a tuple, as in args=(x,), but is of type {type(args).__name__}")
+    return tuple(args) if args else ()
 
 
 # Typed for the rooms above, which may know all of the agent.

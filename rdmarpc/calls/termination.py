@@ -183,8 +183,7 @@ class Termination:
 def _wait_until(settled: Callable[[], bool], deadline: float | None) -> None:
     """For ``_LEAVE_TIMEOUT_S`` at most."""
     limit = time.monotonic() + _LEAVE_TIMEOUT_S
-    limit = limit if deadline is None else min(limit, deadline)
-    while not settled() and time.monotonic() < limit:
+    while not settled() and time.monotonic() < min(limit, deadline or limit):
         time.sleep(_IDLE_POLL_S)
 
 

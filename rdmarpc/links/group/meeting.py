@@ -253,7 +253,7 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     else:
         store, size = dist._create_store_from_options(options, rank), 0
         if scheme == "env":
-            rank = int(os.environ.get("RANK", rank))
+            rank = _number("RANK", rank)
     if size and rank not in range(size):
         raise ValueError(f"rank {rank} is none of world_size {size}: the ranks are 0 to {size - 1}")
     store.set_timeout(limit)
@@ -265,15 +265,22 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     return store, rank, size
 
 
+def _number(variable: str, otherwise: int) -> int:
+    try:
+        return int(os.environ.get(variable) or otherwise)
+    except ValueError as error:
+        raise ValueError(f"{variable} is not a number: {error}") from None
+
+
 def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
     """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
     and the others wait for a store without naming its host: so here no worker waits inside of it."""
     url = urlparse(method)
     host, port = url.hostname, url.port
     if url.scheme == "env":
-        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT") or 0) or None
-        rank = int(os.environ.get("RANK", -1)) if rank == -1 else rank
-        world_size = int(os.environ.get("WORLD_SIZE", -1)) if world_size == -1 else world_size
+        host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", 0)
+        rank = _number("RANK", -1) if rank == -1 else rank
+        world_size = _number("WORLD_SIZE", -1) if world_size == -1 else world_size
     if url.scheme not in ("env", "tcp") or not host or not port or rank < 0 or world_size < 1:
         return next(dist.rendezvous(method, rank, world_size, timeout=limit))
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -284,7 +291,7 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> 
     try:
         store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
     except dist.DistNetworkError as error:
-        if not rank and not launcher:  # the port is taken, say
+        if "EADDRINUSE" in str(error):
             raise
         raise _no_store(host, port, limit.total_seconds(), whose, str(error).partition("\n")[0]) from None
     return store, rank, world_size
@@ -306,7 +313,7 @@ def _dial(host: str, port: int, timeout: float, whose: str) -> None:
 def _no_store(host: str, port: int, timeout: float, whose: str, why: str) -> TransferTimeout:
     return TransferTimeout(
         f"no store at {host}:{port} within {timeout:g} s, so no sign of {whose}, which hosts it: {why}",
-        hint="does it run, and does a firewall let us there? rpc_timeout sets this limit",
+        hint="is that its address, does it run, and does a firewall let us there? rpc_timeout sets this limit",
     )
 
 
@@ -348,6 +355,12 @@ class Rendezvous(Meeting):
         return (
             f"; rank {', '.join(found)} came with torch.distributed.rpc itself, and all workers of a group use the same library"
         )
+
+    def look(self, absent: Sequence[int]) -> None:
+        super().look(absent)
+        came = [] if self.claims else [f"claim/{rank}" for rank in range(self.size) if rank not in absent]
+        for text in self.base.multi_get(came):
+            self._check_group(Claim.load(bytes(text)))
 
     def begin(self) -> bytes:
         try:

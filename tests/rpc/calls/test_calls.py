@@ -16,6 +16,7 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
+from rdmarpc.nn import RemoteModule
 
 DEVICES = ["shm", "tcp"]
 
@@ -127,9 +128,9 @@ def errors(rank):
             rpc.rpc_sync(1.5, identity, (1,))
         with pytest.raises(TypeError, match="callable"):
             rpc.rpc_sync("worker1", 3)
-        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, RemoteModule):
             with pytest.raises(TypeError, match=r"args should be a tuple, as in args=.x,., but is of type Tensor"):
-                call("worker1", identity, torch.ones(1))
+                call("worker1", identity, torch.ones(2))
         global missing_here
         there = missing_here
         assert rpc.rpc_sync("worker1", forget_function) == "gone"

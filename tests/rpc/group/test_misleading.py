@@ -13,6 +13,7 @@ import sandbox
 import torch
 from called import identity
 from group import results, run_group
+from ports import free_port
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -37,6 +38,26 @@ def test_a_worker_with_torchs_own_rpc_is_named(tmp_path):
     finally:
         other.kill()
         other.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        (
+            "MASTER_ADDR",
+            "nosuchhost.invalid",
+            "no store at nosuchhost.invalid:.* no sign of rank 0, which hosts it.*\n.*its address",
+        ),
+        ("MASTER_PORT", "abc", "MASTER_PORT is not a number: .*'abc'"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE is not a number: .*'two'"),
+    ],
+)
+def test_a_variable_of_the_launcher_that_makes_no_sense_is_named(monkeypatch, variable, value, error):
+    right = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "2"}
+    for each, text in (right | {variable: value}).items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises((rpc.TransferTimeout, ValueError), match=error):
+        rpc.init_rpc("worker0", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=1))
 
 
 def calls(meeting, hidden=(), forbidden=(), device=""):

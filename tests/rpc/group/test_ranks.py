@@ -230,6 +230,18 @@ def test_a_worker_that_takes_the_group_for_another_one():
     assert results(run_group(of_another_size, 3, dynamic=True)) == ["fine", "fine", "refused"]
 
 
+def of_two_sizes(meeting):
+    mine, other = 2 + meeting.rank, 3 - meeting.rank
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank {meeting.rank} came with world_size {mine}, another worker with {other}"):
+        meeting.join(world_size=mine)
+    assert time.monotonic() - began < 15  # of 20 s, and rank 2 never comes
+
+
+def test_two_sizes_of_a_group_are_told_to_both_at_once():
+    results(run_group(of_two_sizes, 2, dynamic=True))
+
+
 def many_lives(meeting):
     for life in range(8):
         meeting.join(world_size=3)
