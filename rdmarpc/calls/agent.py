@@ -276,7 +276,8 @@ class Agent:
             request = partial(self.post.observer.sending, request)
         if torch_profiler._is_profiler_enabled:
             request = partial(profiled.sending, request, self.name)
-        return request(link, function, positional(args), kwargs, limit, flags, future, rref, fork, context)
+        args = args if type(args) is tuple else positional(args)
+        return request(link, function, args, kwargs, limit, flags, future, rref, fork, context)
 
     def _start_first(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
