@@ -143,7 +143,8 @@ def _names(state: Mapping[str, Any]) -> dict[int, str]:
 def _content(value: Any, names: Mapping[int, str]) -> Any:
     """What is saved of it, as it lies."""
     if isinstance(value, torch.optim.Optimizer):
-        found = {names[id(p)]: dict(value.state[p]) for p in _parameters(value) if value.state.get(p)}
+        states = value.state_dict()["state"]  # ``value.state`` of a served model is at its servers
+        found = {names[id(p)]: dict(states[at]) for at, p in enumerate(_parameters(value)) if states.get(at)}
         return {"state": found, "param_groups": _groups(value, names)}
     return value.state_dict() if hasattr(value, "state_dict") else value
 

@@ -29,6 +29,7 @@ _ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
 _GETTERS = [getattr(torch._C, f"_get_{name}") for name in (*_GPU, *(f"{each}_sdp_enabled" for each in _ATTENTION))]
 _SETTERS = [getattr(torch._C, f"_set_{name}") for name in (*_GPU, *(f"sdp_use_{each}" for each in _ATTENTION))]
 _order, _set_order = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
+_defaulting = threading.Lock()
 _TINY, _ONE = 5e-324, 1.0
 
 
@@ -44,8 +45,8 @@ def flags_of_gpus() -> tuple[Any, ...]:
     return (*[getter() for getter in _GETTERS], tuple(_order()), *precisions, *flags())
 
 
-def set_flags(told: tuple[Any, ...], device: str) -> None:
-    """Set them, in the thread that runs operations, whose device is of this type."""
+def set_flags(told: tuple[Any, ...], device: str) -> torch.dtype:
+    """Set them, in the thread that runs operations, whose device is of this type; but the default dtype is returned."""
     *gpu, deterministic, warns, mkldnn, matmul, threads, flushes, autocast, dtype = told
     torch.set_autocast_enabled(device, autocast is not None)
     if autocast is not None:
@@ -62,7 +63,22 @@ def set_flags(told: tuple[Any, ...], device: str) -> None:
             _set_precision("cuda", operation, value)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushes)
-    torch.set_default_dtype(decode(dtype))
+    return decode(dtype)
+
+
+def at_default(func: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """The operator, under this default dtype: itself if the programs of this process, for which it holds too, have the same."""
+    with _defaulting:
+        if _dtype() is dtype:
+            return func
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _defaulting, contextlib.ExitStack() as after:
+            after.callback(torch.set_default_dtype, _dtype())
+            torch.set_default_dtype(dtype)
+            return func(*args, **kwargs)
+
+    return run
 
 
 def precisions() -> tuple[str, str]:
@@ -74,9 +90,8 @@ def at_precisions(func: Callable[..., Any], told: tuple[str, str]) -> Callable[.
     """The operator, under these."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if precisions() != told:
-            _set_precision("mkldnn", "conv", told[0])
-            _set_precision("mkldnn", "rnn", told[1])
+        _set_precision("mkldnn", "conv", told[0])
+        _set_precision("mkldnn", "rnn", told[1])
         return func(*args, **kwargs)
 
     return run
@@ -102,19 +117,16 @@ def run_plain(func: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) -> A
         return func(*args, **kwargs)
 
 
-def _watch() -> None:
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
-
-    def kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        before, inside.dtype = inside.dtype, torch.get_autocast_dtype("cpu")
-        try:
-            return op.redispatch(keys & below, *args, **kwargs)
-        finally:
-            inside.dtype = before
-
-    for name in _CALLING:
-        op = getattr(torch.ops.aten, name).default
-        _library.impl(name, functools.partial(kernel, op), "AutocastCPU", with_keyset=True)
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
 
 
-_watch()
+def _kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    before, inside.dtype = inside.dtype, torch.get_autocast_dtype("cpu")
+    try:
+        return op.redispatch(keys & _BELOW, *args, **kwargs)
+    finally:
+        inside.dtype = before
+
+
+for _name in _CALLING:
+    _library.impl(_name, functools.partial(_kernel, getattr(torch.ops.aten, _name).default), "AutocastCPU", with_keyset=True)

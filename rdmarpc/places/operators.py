@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ class Operator:
         arguments, returns = schema.arguments, schema.returns
         written: list[int | str] = []
         for position, argument in enumerate(arguments):
-            if _is_written(argument):
+            if _written(argument):
                 written.append(argument.name if argument.kwarg_only else position)
         written += _HIDDEN_WRITES.get(base, ())
         self.written = tuple(written)
@@ -92,8 +92,9 @@ class Operator:
         aliased = any(r.alias_info is not None for r in returns)
         self.view = not self.mutable and not self.composite and (aliased or func in _NO_DATA)
         self.kept = func not in _NOT_KEPT
+        sets = [a.alias_info.before_set for a in arguments if _written(a)]
         self.returned = tuple(
-            next((p for p, a in zip(self.written, filter(_is_written, arguments)) if _same_alias(a, r)), None) for r in returns
+            next((p for p, a in zip(self.written, sets) if _written(r) and r.alias_info.before_set == a), None) for r in returns
         )
         """For each result the written operand that it is."""
         self.foreach = bare.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))
@@ -152,12 +153,8 @@ class Operator:
         return found
 
 
-def _is_written(value: Any) -> bool:
+def _written(value: Any) -> TypeGuard[Any]:
     return value.alias_info is not None and value.alias_info.is_write
-
-
-def _same_alias(argument: Any, result: Any) -> bool:
-    return _is_written(result) and result.alias_info.before_set == argument.alias_info.before_set
 
 
 known_operators: dict[int, Operator] = {}

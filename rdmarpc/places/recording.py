@@ -314,7 +314,7 @@ class _Here(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each is not RemoteTensor for each in types):
+        if not {RemoteTensor, torch.Tensor}.issuperset(types):  # torch names Tensor where autograd saves a result
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
         out = run_plain(func, args, kwargs or {}, inside.dtype)
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):

@@ -23,7 +23,7 @@ import torch
 from ..calls.agent import Agent
 from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
 from . import observing, ring
-from .flags import at_precisions, set_flags
+from .flags import at_default, at_precisions, set_flags
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
 from .operators import RESIZED, at_device, operator
 from .programs import Program
@@ -71,13 +71,14 @@ class Signature:
 
     __slots__ = ("expected", "func", "grad", "identity", "in_arena", "keywords", "name", "names", "takes", "writes")
 
-    def __init__(self, told: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(self, told: tuple[Any, ...], device: torch.device, default: torch.dtype) -> None:
         self.name, takes, self.keywords, self.grad, precisions = told
         overload = _overload(self.name)
         rules = operator(overload)
         self.func, self.writes = at_device(overload, device), bool(rules.written)
         if precisions is not None:
             self.func = at_precisions(self.func, precisions)
+        func, self.func = self.func, at_default(self.func, default)
         self.takes = [_taken(each, device) for each in takes]
         self.names, words = [], 0
         for kind in kinds(self.takes):
@@ -87,7 +88,7 @@ class Signature:
         by_name = self.takes[len(takes) - len(self.keywords) :]
         self.identity = rules.identity or any(kind == "w" for kind, _ in by_name)
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
-        self.in_arena = False
+        self.in_arena = self.func is not func  # as if it were: a form with ``out=`` would run under another default dtype
 
     def make_in(self, device: Device) -> None:
         """From now on, make the result in the device's arena: an adapter then sends it without a copy. The operator's form with
@@ -153,6 +154,7 @@ class Runner:
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
+        self.default = torch.get_default_dtype()
         self.regions: dict[int, memoryview] = {}
         """Memory of ours, by number, into which the caller or another worker writes."""
         self.remote: dict[int, Landing] = {}
@@ -595,7 +597,7 @@ class Runner:
 
     def _signature(self, words: list[int], at: int) -> None:
         try:
-            self.signatures[words[at]] = Signature(loads(ring.as_bytes(words, at + 1)), self.device)
+            self.signatures[words[at]] = Signature(loads(ring.as_bytes(words, at + 1)), self.device, self.default)
         except BaseException as error:
             self._fail(error)
 
@@ -610,7 +612,7 @@ class Runner:
         self.signatures.clear()
 
     def _state(self, words: list[int], at: int) -> None:
-        set_flags(loads(ring.as_bytes(words, at)), self.device.type)
+        self.default = set_flags(loads(ring.as_bytes(words, at)), self.device.type)
 
     # -- programs
 

@@ -185,6 +185,7 @@ def block() -> dict[str, Any]:
     found["transfers"] = seen.transfers()
     with recording() as outer, recording() as inner:
         net(inputs)
+        assert alone(inputs).sigmoid().requires_grad  # its result is saved for the backward
     found["both"] = len(outer.recorded.events), len(inner.recorded.events)
     with recording() as empty:
         pass

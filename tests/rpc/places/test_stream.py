@@ -325,6 +325,7 @@ def flags() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert (there / 3).dtype is torch.float64 and torch.equal(home(there / 3), torch.tensor([1, 2]) / 3)
+        assert rpc.rpc_sync("worker1", torch.get_default_dtype) is torch.float32  # that of its own programs
     finally:
         torch.set_default_dtype(torch.float32)
     assert (there / 3).dtype is torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from functools import partial
 
 import torch
@@ -35,6 +36,13 @@ def goes_back_to_the_first_state() -> None:
             optimizer.step()
     assert_same(served.state_dict(), twin.state_dict())
     assert_same_optimizer(served.optimizer.state_dict(), alone.state_dict())
+    other = twins()[1]
+    loaded = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    with tempfile.TemporaryDirectory() as folder:
+        rpc.save_checkpoint({"model": served, "optimizer": served.optimizer}, folder)
+        rpc.load_checkpoint({"model": other, "optimizer": loaded}, folder)
+    assert_same(other.state_dict(), twin.state_dict())
+    assert_same_optimizer(loaded.state_dict(), alone.state_dict())
 
 
 def test_an_optimizer_goes_back_to_its_first_state():
