@@ -196,8 +196,7 @@ class Channel(abc.ABC):
         ``arena.free`` or ``arena.hold`` exactly once."""
         if self.error is not None:
             raise fresh(self.error)
-        device = self.device
-        block = device.arena.allocate(nbytes, self.own_pool or self.pool)
+        block, device = self.device.arena.allocate(nbytes, self.own_pool or self.pool), self.device
         segment = block.segment
         return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)
 

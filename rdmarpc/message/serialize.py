@@ -280,10 +280,7 @@ def use_cloudpickle(wanted: bool) -> None:
     """Whether lambdas, local functions and what is defined in ``__main__`` travel by value from here on (one setting a
     process). ``ImportError`` if cloudpickle is not installed."""
     global _pickler, _needed_by_value
-    if wanted:
-        _pickler, _needed_by_value = _by_value(), _found_nowhere
-    else:
-        _pickler, _needed_by_value = _Pickler, None
+    _pickler, _needed_by_value = (_by_value(), _found_nowhere) if wanted else (_Pickler, None)
     _references.clear()
 
 

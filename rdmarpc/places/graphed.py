@@ -89,7 +89,8 @@ class Graphed:
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
         found = [module for ref in self._modules.values() if (module := ref()) is not None]
-        modules = tuple((*_numbers_of(module), *map(id, _of(module))) for module in found)
+        had = [chain(each._parameters.values(), each._buffers.values(), each._modules.values()) for each in found]
+        modules = tuple((*_numbers_of(module), *map(id, values)) for module, values in zip(found, had))
         numbers = tuple(_options(each) for ref in self._optimizers.values() if (each := ref()) is not None)
         wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
         return flags_of_gpus(), modes, modules, numbers, wanted
@@ -208,11 +209,6 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
         where = (each._handle.stream, each._meta, each._at == -1) if remote else (str(each.device), geometry(each))
         found.append((where, first, offset - begin if first != index else 0))
     return tuple(found)
-
-
-def _of(module: Any) -> chain[Any]:
-    """The parameters, buffers and modules that it has."""
-    return chain(module._parameters.values(), module._buffers.values(), module._modules.values())
 
 
 _OF_STATES = (torch.Tensor, int, float)

@@ -147,10 +147,8 @@ class RRef(Generic[T]):
 
     def _create(self, timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
         check(self, "call remote() on it")
-        function = _call_of(self._get_type(timeout), name)
-        return over(
-            self._agent, self._agent.create(self.owner(), *taken_apart(function, (self, name, args, kwargs), None), timeout)
-        )
+        call = taken_apart(_call_of(self._get_type(timeout), name), (self, name, args, kwargs), None)
+        return over(self._agent, self._agent.create(self.owner(), *call, timeout))
 
     def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
         """Returns at once, and raises nothing. The arguments are taken now, whatever is known of the value."""
@@ -158,8 +156,7 @@ class RRef(Generic[T]):
             check(self, "call rpc_async() on it")
             return self._agent.call_async(self.owner(), *taken_apart(_run_made, (self, name, args, kwargs), None), timeout)
         except Exception as error:
-            result = Awaitable()
-            fail(result, bare(error))
+            fail(result := Awaitable(), bare(error))
             return result
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:

@@ -146,7 +146,8 @@ def _routed(family: int) -> tuple[str, str]:
     for kind in (socket.AF_INET, socket.AF_INET6):
         if family in (kind, socket.AF_UNSPEC) and (found := _toward(_SOMEWHERE[kind], kind)):
             return found, "address of the default route"
-    there = {name: address for name, address in interfaces().items() if family in (_family(address), socket.AF_UNSPEC)}
+    any_kind, six = family == socket.AF_UNSPEC, family == socket.AF_INET6
+    there = {name: address for name, address in interfaces().items() if any_kind or six == (":" in address)}
     if not there:
         return loopback(), "loopback, because no interface leads to other hosts"
     if len(there) == 1:
@@ -157,10 +158,6 @@ def _routed(family: int) -> tuple[str, str]:
         address,
         f"?{name} of {others}: there is no default route; transport='tcp://INTERFACE', or TP_SOCKET_IFNAME, says which",
     )
-
-
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def loopback() -> str:
