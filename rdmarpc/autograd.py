@@ -117,8 +117,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: int) -> bool:
-    agent = _agent.found()
-    return agent is not None and context_id in agent.contexts.live
+    return (agent := _agent.found()) is not None and context_id in agent.contexts.live
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
@@ -126,8 +125,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
-    _find(context_id)
-    _agent.current().contexts.end(context_id)
+    _agent.current().contexts.end(_find(context_id).number)
 
 
 def _init(worker_id: int) -> None:

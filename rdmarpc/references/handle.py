@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -154,7 +155,8 @@ class RRef(Generic[T]):
         """Returns at once, and raises nothing. The arguments are taken now, whatever is known of the value."""
         try:
             check(self, "call rpc_async() on it")
-            return self._agent.call_async(self.owner(), *taken_apart(_run_made, (self, name, args, kwargs), None), timeout)
+            call = taken_apart(_run_made, (self, name, args, kwargs, self._agent.limit(timeout)), None)
+            return self._agent.call_async(self.owner(), *call, timeout)
         except Exception as error:
             fail(result := Awaitable(), bare(error))
             return result
@@ -341,10 +343,10 @@ def _run_async(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
     return permits.method(rref.local_value(), name)(*args, **kwargs)
 
 
-def _run_made(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """``_run`` or ``_run_async``. If the value is still to be made, this worker calls itself then: no thread waits. That call
-    is one of the autograd context of this one."""
-    agent = here.current()
+def _run_made(rref: Any, name: str, args: Any, kwargs: Any, limit: float) -> Any:
+    """``_run`` or ``_run_async``. If the value is still to be made, this worker calls itself then, unless the caller has given
+    up by then (``limit``: seconds; 0: never): no thread waits. That call is one of the autograd context of this one."""
+    agent, until = here.current(), time.monotonic() + (limit or threading.TIMEOUT_MAX)
     value = agent.rrefs.future(fork_of(rref).rref)
     if value.done():
         return run_called(_call_of(type(value.value()), name), (rref, name, args, kwargs), {})
@@ -353,6 +355,8 @@ def _run_made(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
     def issue(made: torch.futures.Future[Any]) -> None:
         before, current_context.context = current_context.context, context
         try:
+            if time.monotonic() > until:
+                raise TransferTimeout("its caller has given it up")
             call = taken_apart(_call_of(type(made.value()), name), (rref, name, args, kwargs), None)
             agent.call_async(rref.owner(), *call, 0).add_done_callback(lambda future: settle(result, future.value))
         except Exception as error:
