@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import tempfile
@@ -74,6 +75,7 @@ def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, option
 
     import rdmarpc as rpc
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     if callable(allow := options.get("allow")):
         options["allow"] = allow()  # modules cannot be sent to the process
@@ -123,6 +125,9 @@ def run_group(
         try:
             for rank, process, pipe in running:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    for _, other, _ in running:
+                        os.kill(other.pid, signal.SIGABRT)  # it prints where it is
+                        other.join(5)
                     raise AssertionError(f"worker {rank} hangs")
                 try:
                     kind, value = pipe.recv()

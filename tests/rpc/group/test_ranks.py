@@ -169,7 +169,7 @@ def test_a_worker_begins_again_before_the_store_of_the_life_before_has_ended():
     results(run_group(begins_again_before_the_store_ends, 2, dynamic=True, **place("tcp")))
 
 
-def interrupted(who, when, meeting):
+def interrupted(who, when, lives, meeting):
     """``who`` is interrupted in its first try, while the others wait for its claim or for its record."""
     if meeting.rank == who:
         whole = getattr(Rendezvous, when)
@@ -184,10 +184,10 @@ def interrupted(who, when, meeting):
         with pytest.raises(KeyboardInterrupt):
             meeting.join(world_size=2)
     meeting.join(world_size=2)
-    for life in range(2):
+    for life in range(lives):
         assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (life,)) == life
         rpc.shutdown()
-        if life == 0:
+        if life < lives - 1:
             meeting.join(world_size=2)
 
 
@@ -195,7 +195,9 @@ def interrupted(who, when, meeting):
 @pytest.mark.parametrize("when", ["begin", "meet"])
 def test_a_worker_that_was_interrupted_tries_again(store, who, when):
     """Its second try waited in another place of the store than the others."""
-    results(run_group(partial(interrupted, who, when), 2, dynamic=True, **place(store)))
+    # Torch removes the file at the second end of a store that it counts, so maybe while the next life begins.
+    lives = 1 if store == "file" else 2
+    results(run_group(partial(interrupted, who, when, lives), 2, dynamic=True, **place(store)))
 
 
 def comes_late(meeting):
