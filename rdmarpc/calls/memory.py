@@ -112,8 +112,7 @@ class Patience:
         return held | self._arena.held()
 
 
-_WORDS = 256
-_WORD_BYTES = 8
+_WORDS, _WORD_BYTES = 256, 8
 
 
 def sole_block(tensor: torch.Tensor, arena: Arena) -> Block | None:

@@ -172,8 +172,7 @@ class Pool:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor over a fresh block, which returns when the last tensor over its storage dies."""
-        count = prod(shape)
-        nbytes = count * dtype.itemsize
+        nbytes = (count := prod(shape)) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return self._arena.hold(self._arena.allocate(nbytes, self), nbytes, dtype, count).view(tuple(shape))
