@@ -126,8 +126,9 @@ def run_group(
             for rank, process, pipe in running:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
                     for _, other, _ in running:
-                        os.kill(other.pid, signal.SIGABRT)  # it prints where it is
-                        other.join(5)
+                        if other.is_alive():
+                            os.kill(other.pid, signal.SIGABRT)  # it prints where it is
+                            other.join(5)
                     raise AssertionError(f"worker {rank} hangs")
                 try:
                     kind, value = pipe.recv()
