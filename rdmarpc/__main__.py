@@ -48,7 +48,7 @@ def _print_by(run: Callable[[list[str]], None], arguments: list[str]) -> None:
         try:
             run(arguments)
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)  # nothing where stdout is closed
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at the exit
         sys.exit(1)

@@ -194,8 +194,7 @@ class Channel(abc.ABC):
     def landing(self, nbytes: int) -> tuple[Block, bytes]:
         """A fresh block of ``pool`` (``nbytes`` > 0) and its descriptor. The caller owns the block, and gives it to
         ``arena.free`` or ``arena.hold`` exactly once."""
-        if self.error is not None:
-            raise fresh(self.error)
+        self.check()
         block, device = self.device.arena.allocate(nbytes, self.own_pool or self.pool), self.device
         segment = block.segment
         return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)

@@ -183,7 +183,8 @@ class Termination:
 def _wait_until(settled: Callable[[], bool], deadline: float | None) -> None:
     """For ``_LEAVE_TIMEOUT_S`` at most."""
     limit = time.monotonic() + _LEAVE_TIMEOUT_S
-    while not settled() and time.monotonic() < min(limit, deadline or limit):
+    limit = limit if deadline is None else min(limit, deadline)
+    while not settled() and time.monotonic() < limit:
         time.sleep(_IDLE_POLL_S)
 
 

@@ -232,7 +232,7 @@ class Meeting:
 _met: Counter[bytes] = Counter()
 """How often this process has met in a store, by the number that the store was given. It is counted for each store, so a process
 that was in a group elsewhere before meets those that were not."""
-_of_files: dict[str, dist.Store | None] = {}
+_of_files: dict[str, dist.Store] = {}
 """The last store of this process in each file. Torch removes a file when nobody has it open, and never comes back from a read
 of one that was removed since it was opened: so between two lives it stays open, until this process ends."""
 _DIAL_S = 0.05
@@ -260,8 +260,9 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     if size and rank not in range(size):
         raise ValueError(f"rank {rank} is none of world_size {size}: the ranks are 0 to {size - 1}")
     store.set_timeout(limit)
-    _of_files[method] = store if scheme == "file" else None
-    Finalize(None, _of_files.clear, exitpriority=0)
+    if scheme == "file":
+        _of_files[method] = store
+        Finalize(None, _of_files.clear, exitpriority=0)
     kind = b"static" if size else b"dynamic"
     with naming_its_end():
         found = store.compare_set(_KIND, "", kind.decode())
@@ -363,7 +364,9 @@ class Rendezvous(Meeting):
 
     def look(self, absent: Sequence[int]) -> None:
         super().look(absent)
-        for text in self.base.multi_get([] if self.claims else [f"claim/{at}" for at in range(self.size) if at not in absent]):
+        if self.claims:  # which fit
+            return
+        for text in self.base.multi_get([f"claim/{rank}" for rank in range(self.size) if rank not in absent]):
             self._check_group(Claim.load(bytes(text)))
 
     def begin(self) -> bytes:

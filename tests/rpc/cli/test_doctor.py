@@ -320,3 +320,9 @@ def test_who_reads_the_page_may_stop(unbuffered: str) -> None:
         process.stdout.close()  # before anything is printed
         process.stdout = None
         assert process.communicate(timeout=60)[1] == ""
+
+
+def test_nobody_need_read_the_page() -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdout = None; from rdmarpc.__main__ import main; main()", "doctor"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
