@@ -152,7 +152,8 @@ class Termination:
             self._check()
             while not arrived.is_set():
                 self._sleep(arrived, deadline, 0.1)
-            self._check()
+            if not future.done():  # else all have agreed, whoever was lost since
+                self._check()
             if future.wait():
                 return
             time.sleep(min(_ROUND_PAUSE_S, number / 1e3))  # a call may stay unanswered for long

@@ -89,10 +89,17 @@ def test_shutdown_does_not_wait_for_functions_when_a_worker_is_lost():
 
 
 def dies_when_all_is_done(victim, rank):
-    """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do."""
+    """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do. The
+    others see that it has ended before they see what was agreed."""
     group._LEAVE_TIMEOUT_S = 3600.0
     if rank == victim:
         groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 2:
+        sleep = termination.Termination._sleep
+        termination.Termination._sleep = lambda self, event, *rest, **more: (
+            sleep(self, event, *rest, **more),
+            event.is_set() and time.sleep(1.0),
+        )
     rpc.shutdown()
 
 
