@@ -211,10 +211,17 @@ class Channel(abc.ABC):
         """Check and resolve everything now, so that ``Transfer.post`` only copies. ``pairs``: (dst, src) as in ``memcpy``;
         without any, a post only sends the notification. Raises as ``memcpy``."""
 
-    @abc.abstractmethod
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
         """A write-through window from ``local``, an arena tensor, to a remote range of the same size. Each ``put`` sends
         ``notify``."""
+        self.check()
+        check_notify(notify)
+        remote, local, _ = sort_pair(remote, local)
+        return self._window(remote, local, notify)
+
+    @abc.abstractmethod
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
+        """As ``window``, for sides that fit each other."""
 
     gpus = False
     """Whether the local side of a copy may be GPU memory here."""

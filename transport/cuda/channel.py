@@ -247,9 +247,9 @@ class CudaChannel(ShmChannel):
 
     # -- what needs memory that the processor reaches
 
-    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
         self._host_only(remote)
-        return super().window(remote, local, notify=notify)
+        return super()._window(remote, local, notify)
 
     def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
         self._host_only(remote)

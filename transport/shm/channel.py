@@ -128,10 +128,7 @@ class ShmChannel(Channel):
             raise self.ended()
         return DONE
 
-    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self.check()
-        check_notify(notify)
-        remote, local, _ = sort_pair(remote, local)
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
         address, mapped = self.resolve(remote, write=True)
         if not mapped:
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device=self.device.name)

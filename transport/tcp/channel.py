@@ -103,10 +103,7 @@ class TcpChannel(Channel):
             self._check_owner(remote)
         return TcpTransfer(self._posts, sides, notify)
 
-    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self.check()
-        check_notify(notify)
-        remote, local, _ = sort_pair(remote, local)
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
         self._check_owner(remote)
         self._posts.ask(CHECK, (remote.region, remote.key, remote.offset, remote.nbytes)).wait(ANSWER_TIMEOUT_S)
         return TcpWindow(self._posts, remote, local, notify)

@@ -91,10 +91,7 @@ class VerbsChannel(Channel):
         self.places.use(transfer, (remote for remote, *_ in sides))
         return transfer
 
-    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self.check()
-        check_notify(notify)
-        remote, local, _ = sort_pair(remote, local)
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
         place = self.places.resolve(remote, self, write=True)
         if not self.places.stays(remote):
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
