@@ -9,6 +9,7 @@ while there are any, a step returns when the weights are here.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -30,8 +31,24 @@ from .bundle import dense
 
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _users = torch._C._storage_Use_Count
-_data = torch._C.TensorBase.data
+_single = torch.empty(1, device="cpu")
+_ASKING = _users(_single.untyped_storage()._cdata) - 1
+"""By how many ``_users`` is more than the number of tensors."""
+_data: Any = torch._C.TensorBase.data
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+
+
+def _lending(name: str) -> Any:
+    """A method as ever. What is written into what it gives may show in no version (numpy's writes), so the value is compared
+    before the next step."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def lend(parameter: ServedParameter, *args: Any, **options: Any) -> Any:
+        parameter._watch.lend(parameter)
+        return method(parameter, *args, **options)
+
+    return lend
 
 
 class ServedParameter(nn.Parameter):
@@ -39,35 +56,35 @@ class ServedParameter(nn.Parameter):
 
     _watch: Watch
     __module__ = "torch.nn.parameter"  # by this opt_einsum and others choose what they call
+    detach, numpy, __dlpack__ = _lending("detach"), _lending("numpy"), _lending("__dlpack__")
 
     @property
     def data(self) -> torch.Tensor:
-        """As ever. What is written into it shows in no version, so the value is compared before the next step."""
+        """As ever (``_lending``)."""
         self._watch.lend(self)
-        return _data.__get__(self)  # type: ignore[attr-defined]
+        return _data.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Copies a value into the memory where weights land. Raises ``NotSupported`` for another shape, dtype or device."""
-        mine = self.data
-        if value.data_ptr() == mine.data_ptr() and value.shape == mine.shape and value.stride() == mine.stride():
-            return
-        if (value.shape, value.dtype, value.device) != (mine.shape, mine.dtype, mine.device):
-            name, text = self._watch.name_of(self), f"{tuple(value.shape)} {value.dtype} on {value.device}"
-            why = f"the data of {name!r}, {tuple(mine.shape)} {mine.dtype}, cannot become {text}: servers keep it"
-            raise NotSupported(why, hint="close() the model, or do that before serve()")
-        mine.copy_(value)
+        """As ever. Raises ``NotSupported`` for another shape, dtype or device."""
+        self._watch.exchange(self, value)
 
     def share_memory_(self) -> Any:
         raise NotSupported(f"{self._watch.name_of(self)!r} lies where a server writes: its memory cannot be exchanged")
 
+    def _ordinary(self) -> nn.Parameter:
+        return nn.Parameter(super().detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._ordinary())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+            memo[id(self)] = self._ordinary()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter, (self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return self._ordinary().__reduce_ex__(protocol)
 
 
 nn.parameter.ServedParameter = ServedParameter  # type: ignore[attr-defined]  # where torch.compile looks for it then
@@ -99,6 +116,8 @@ class Watch:
         self._alone = [_users(storage) for storage in self._storages]
         self._lent: dict[int, torch.Tensor] = {}
         """By position: what a parameter was when somebody asked for its ``data``."""
+        self._moved: set[int] = set()
+        """Positions of parameters whose ``data`` was exchanged: they may lie elsewhere than weights land."""
         self._position = {id(parameter): at for at, parameter in enumerate(parameters)}
         self._away = False
         self.leaves = True
@@ -136,6 +155,8 @@ class Watch:
         self._away = False
         for kind in self._kinds.values():
             del kind.__torch_function__  # type: ignore[attr-defined]
+        for at in self._moved:
+            _data.__get__(self._parameters[at]).copy_(self._views[at])
         for at, kept in list(self._lent.items()):
             if _users(self._storages[at]) == self._alone[at]:
                 del self._lent[at]
@@ -148,19 +169,61 @@ class Watch:
             self.pull()
         at = self._position[id(parameter)]
         if at not in self._lent:
-            self._lent[at] = self._views[at].clone()
+            with torch.inference_mode(False):
+                self._lent[at] = self._views[at].clone()
+
+    def exchange(self, parameter: ServedParameter, value: torch.Tensor) -> None:
+        """See ``ServedParameter.data``."""
+        mine = parameter.data
+        same = value.stride() == mine.stride() or (value.is_contiguous() and mine.is_contiguous())
+        if not same or (value.shape, value.dtype, value.device) != (mine.shape, mine.dtype, mine.device):
+            name, text = self.name_of(parameter), f"{tuple(value.shape)} {value.dtype} on {value.device}"
+            text += "" if same else f" with strides {value.stride()}"
+            why = f"the data of {name!r}, {tuple(mine.shape)} {mine.dtype}, cannot become {text}: servers keep it"
+            raise NotSupported(why, hint="close() the model, or do that before serve(); .data.copy_() takes other strides")
+        torch.Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+        self._moved.add(self._position[id(parameter)])
+
+    def _move_back(self) -> None:
+        """Have parameters lie where weights land again, unless something shows that they lie elsewhere: there, weights are
+        copied to them. Raises ``NotSupported`` where something shows what lay there before: weights would land in that."""
+        moved = [(at, self._parameters[at], self._views[at]) for at in sorted(self._moved)]
+        moved = [each for each in moved if each[1].data_ptr() != each[2].data_ptr()]
+        self._moved = {at for at, _, _ in moved}
+        storages = [parameter.untyped_storage()._cdata for _, parameter, _ in moved]
+        come, gone = Counter(storages), Counter(self._storages[at] for at, _, _ in moved)
+        for at, parameter, _ in moved:
+            home = self._storages[at]
+            if _users(home) != self._alone[at] - gone[home] + come[home]:
+                why = f"{self.name_of(parameter)!r} has other data, and weights would land where the data before is still shown"
+                raise NotSupported(why, hint="drop what shows it (a state_dict(), .data, .detach()), or use .data.copy_()")
+        back = [
+            (at, parameter, view, _data.__get__(parameter).clone())
+            for (at, parameter, view), storage in zip(moved, storages)
+            if storage in gone or _users(storage) == come[storage] + _ASKING  # ``gone``: where another one's weights land
+        ]
+        for at, parameter, view, value in back:
+            _data.__get__(view).copy_(value)
+            _data.__set__(parameter, view)
+            self._moved.discard(at)
 
     def seen(self) -> None:
         """The servers have what is here, or will write it."""
         self._versions = list(map(_version, self._views))
 
+    def loaded(self) -> None:
+        """As ``seen``, after values were sent to the servers."""
+        self.seen()
+        for at, kept in self._lent.items():
+            kept.copy_(_data.__get__(self._parameters[at]))
+
     def written(self) -> list[int]:
         """Positions of the parameters that somebody has written into since ``seen``. Only while the weights are here."""
+        self._move_back()
         now = list(map(_version, self._views))
         found = [] if now == self._versions else [at for at, new in enumerate(now) if new != self._versions[at]]
         for at, kept in self._lent.items():
-            if not torch.equal(kept, self._views[at]):
-                kept.copy_(self._views[at])
+            if not torch.equal(kept, _data.__get__(self._parameters[at])):
                 found.append(at)
         return sorted(set(found))
 

@@ -298,7 +298,7 @@ class Servers:
             values.setdefault(server, {})[at] = parameter.detach()
         for server, theirs in values.items():
             self.ask(server, "load", theirs)
-        self.watch.seen()
+        self.watch.loaded()
 
     # -- set-up calls, none of them in the steady state
 

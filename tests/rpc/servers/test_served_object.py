@@ -92,9 +92,6 @@ def writing(rank: int) -> None:
         for p in model.parameters():
             p.data.mul_(0.5)
 
-    def assigned(model: Any, alias: Any) -> None:
-        model.last.weight.data = model.last.weight.data * 3
-
     def anew(model: Any, alias: Any) -> None:
         torch.manual_seed(3)
         nn.init.normal_(model.last.weight)
@@ -107,7 +104,7 @@ def writing(rank: int) -> None:
         for tensor in alias:
             tensor.clamp_(-0.05, 0.05)
 
-    for number, write in enumerate([in_place, data, anew, part, aliased, aliased, data, assigned]):
+    for number, write in enumerate([in_place, data, anew, part, aliased, aliased, data]):
         for (model, optimizer), alias in zip((ours, theirs), aliases):
             step(model, optimizer, number)
             write(model, alias)
@@ -124,6 +121,67 @@ def writing(rank: int) -> None:
     assert {type(parameter).__module__.partition(".")[0] for parameter in model.parameters()} == {"torch"}
     model.close()
     assert not any(isinstance(parameter, ServedParameter) for parameter in model.parameters())
+
+
+def exchanging(rank: int) -> None:
+    """``.data =`` exchanges memory, which others may show; numpy writes where no version tells of it."""
+    ours, theirs = both(torch.optim.SGD)
+    averages, flat = ([[p.data.clone() for p in model.parameters()] for model, _ in (ours, theirs)], [[], []])
+
+    def averaged(model: Any, average: Any, flat: Any) -> Any:
+        backup = [p.data for p in model.parameters()]
+        for p, value in zip(model.parameters(), average):
+            value.lerp_(p.data, 0.3)
+            p.data = value
+        with torch.no_grad():
+            found = model(batch(7)[0])
+        for p, value in zip(model.parameters(), backup):
+            p.data = value
+        return found
+
+    def new(model: Any, average: Any, flat: Any) -> Any:
+        model.last.weight.data = model.last.weight.data * 3
+
+    def swapped(model: Any, average: Any, flat: Any) -> Any:
+        model.rare.weight.data, model.last.weight.data = model.last.weight.data, model.rare.weight.data
+
+    def from_vector(model: Any, average: Any, flat: Any) -> Any:
+        flat[:] = [nn.utils.parameters_to_vector(model.parameters()) * 0.9]
+        nn.utils.vector_to_parameters(flat[0], model.parameters())
+
+    def into_vector(model: Any, average: Any, flat: Any) -> Any:
+        flat[0].detach().mul_(0.5)
+        return flat[0].detach().clone()
+
+    def by_numpy(model: Any, average: Any, flat: Any) -> Any:
+        model.last.weight.detach().numpy()[0] = 0.25
+        torch.from_dlpack(model.rare.weight.detach()).mul_(0.5)
+        model.frozen.weight.numpy()[1] = 0.5
+        with torch.inference_mode():
+            model.tied.bias.detach().numpy()[2] = 0.125
+
+    writes = [averaged, new, by_numpy, swapped, from_vector, averaged, into_vector, by_numpy, into_vector, swapped, new]
+    for number, write in enumerate(writes):
+        found = []
+        for (model, optimizer), average, vector in zip((ours, theirs), averages, flat):
+            step(model, optimizer, number)
+            found.append(write(model, average, vector))
+        if found[0] is not None:
+            assert torch.equal(*found), write.__name__
+        assert step(*ours, 100 + number) == step(*theirs, 100 + number), write.__name__
+        assert_same(ours[0].state_dict(), theirs[0].state_dict())
+        for mine, other in zip((*averages[0], *flat[0]), (*averages[1], *flat[1])):
+            assert torch.equal(mine, other), write.__name__
+    model = ours[0]
+    shown = model.last.weight.detach()
+    model.last.weight.data = torch.ones(8, 8)
+    with pytest.raises(rpc.NotSupported, match=r"'last.weight' has other data, and weights would land"):
+        step(*ours, 1)
+    del shown
+    step(*ours, 1)
+    with pytest.raises(rpc.NotSupported, match=r"'last.weight'.*with strides \(1, 8\)"):
+        model.last.weight.data = torch.ones(8, 8).t()
+    model.close()
 
 
 def as_the_original(rank: int) -> None:
@@ -149,6 +207,7 @@ def as_the_original(rank: int) -> None:
     model.tied, twin.tied = nn.Identity(), nn.Identity()
     x, _ = batch(5)
     assert torch.equal(model(x), twin(x)) and not torch.equal(model(x), net(x))
+    assert repr(model.last.weight) == repr(twin.last.weight)
     assert inspect.signature(model.forward) == inspect.signature(twin.forward)
     del model.note
     assert not hasattr(model, "note")
@@ -211,7 +270,15 @@ def several_workers(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "scenario, workers",
-    [(reading, 1), (writing, 1), (as_the_original, 1), (with_names_of_ours, 1), (as_a_container, 1), (several_workers, 2)],
+    [
+        (reading, 1),
+        (writing, 1),
+        (exchanging, 1),
+        (as_the_original, 1),
+        (with_names_of_ours, 1),
+        (as_a_container, 1),
+        (several_workers, 2),
+    ],
 )
 def test_it_is_used_as_the_original(scenario, workers):
     results(run_group(partial(on_workers, scenario, workers), 3, transport="shm"))
