@@ -43,7 +43,9 @@ def serve(
     forward waits for these weights, as does whatever else reads a parameter by a function or method of torch that has
     overrides; before anything else (``torch.tensor(p)``, an extension, ``torch.func`` over parameters listed before) call
     ``pull``. Values that are written into parameters here go to the servers before the next step (with several workers:
-    ``NotSupported``, ``load_state_dict`` is the way). Copies of the
+    ``NotSupported``, ``load_state_dict`` is the way); what numpy and others write unseen by torch, if they had it of ``.data``,
+    ``.detach()`` or ``.numpy()`` of the parameter itself. ``parameter.data = value`` exchanges memory, as ever; it is
+    ``NotSupported`` in the next step if something still shows the memory before. Copies of the
     model (``copy.deepcopy``, pickle) are ordinary models.
 
     * ``workers``: the names of all workers that train this model. Each of them calls ``serve`` with the same arguments.
