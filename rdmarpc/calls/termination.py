@@ -101,7 +101,7 @@ class Termination:
                 self._leave(deadline)
                 return
             self.wait(deadline)
-            self._let_gpus_finish(deadline)
+            self._finish(deadline)  # rank 0 knows its own answer before it has sent all others theirs
             if agent.timeline is not None:
                 agent.timeline.gather(deadline)
             agent.group.part()
@@ -123,13 +123,10 @@ class Termination:
         self._finish(deadline)
 
     def _finish(self, deadline: float | None) -> None:
-        """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
+        """Let functions that run here for others end, and their results be fetched, also from our GPU memory, which goes with
+        our process: for seconds, not for ever."""
         agent = self._agent
         _wait_until(lambda: agent.idle and agent.callee.settled and agent.links.flushed, deadline)
-        self._let_gpus_finish(deadline)
-
-    def _let_gpus_finish(self, deadline: float | None) -> None:
-        """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
         _wait_until(lambda: gpu.current is None or gpu.current.settled, deadline)
 
     def wait(self, deadline: float | None) -> None:
@@ -152,9 +149,13 @@ class Termination:
             self._check()
             while not arrived.is_set():
                 self._sleep(arrived, deadline, 0.1)
+            try:
+                if future.done() and future.wait():
+                    return  # whoever was lost since
+            except RdmaError:
+                self._check()
+                raise
             self._check()
-            if future.wait():
-                return
             time.sleep(min(_ROUND_PAUSE_S, number / 1e3))  # a call may stay unanswered for long
 
     def _check(self) -> None:

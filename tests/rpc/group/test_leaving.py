@@ -88,9 +88,23 @@ def test_shutdown_does_not_wait_for_functions_when_a_worker_is_lost():
         results([outcomes[0], outcomes[2]])
 
 
+def after(what, seconds, *args):
+    time.sleep(seconds)
+    return what(*args)
+
+
+def answers_slowly(report, number, rank, *counts):
+    future = report(number, rank, *counts)
+    time.sleep(0.1 * rank)  # the answer to the last that came is still to be sent
+    return future
+
+
 def dies_when_all_is_done(victim, rank):
     """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do."""
     group._LEAVE_TIMEOUT_S = 3600.0
+    leaving = agent.current().termination
+    leaving.report = partial(answers_slowly, leaving.report)
+    leaving._check = partial(after, leaving._check, 0.05 * rank)  # worker 2 comes last, and hears of the end before it looks
     if rank == victim:
         groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     rpc.shutdown()
