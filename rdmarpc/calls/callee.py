@@ -470,7 +470,7 @@ class Callee:
         error = errors.readable(error)
         payload = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
-        if not control:
+        if not control and not (answering.function is None and isinstance(error, PeerLost)):  # it never began
             errors.tell(self.failures, error, answering.function)
         if rref is not None:
             # The creator learns that the reference exists; a fetch of the value raises the error.
