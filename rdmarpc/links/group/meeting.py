@@ -236,6 +236,8 @@ _of_files: dict[str, dist.Store] = {}
 """The last store of this process in each file. Torch removes a file when nobody has it open, and never comes back from a read
 of one that was removed since it was opened: so between two lives it stays open, until this process ends."""
 _DIAL_S = 0.05
+_STORE_BYTES = 1 << 20
+"""So much has to be free for a store in a file: torch never comes back from a read of one whose last record was cut off."""
 _KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
 FOR_EVER_S = 24 * 3600.0
 
@@ -247,8 +249,12 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     method, scheme = options.init_method, urlparse(options.init_method).scheme
     if scheme == "slurm":
         rank, world_size, method = slurm_task(method)
-    if scheme == "file" and not os.path.isdir(folder := os.path.dirname(urlparse(method).path) or "."):
-        raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
+    if scheme == "file":
+        folder = os.path.dirname(urlparse(method).path) or "."
+        if not os.path.isdir(folder):
+            raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
+        if (disk := os.statvfs(folder)).f_blocks and disk.f_bavail * disk.f_frsize < _STORE_BYTES:
+            raise RuntimeError(f"init_method {method} names a file in {folder}, and the disk of that folder is full")
     limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
     # As torchrun leaves it: everything is in the environment.
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
