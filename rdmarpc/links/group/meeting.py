@@ -20,15 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import secrets
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -259,7 +262,7 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     # As torchrun leaves it: everything is in the environment.
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
     if world_size or launched:
-        store, rank, size = _static_store(method, rank, world_size or -1, limit)
+        store, rank, size = _static_store(method, rank, world_size or -1, limit, options.peer_timeout)
     else:
         store, size = dist._create_store_from_options(options, rank), 0
         rank = _number("RANK", rank) if scheme == "env" else rank
@@ -284,7 +287,7 @@ def _number(variable: str, otherwise: int) -> int:
         raise ValueError(f"{variable} is not a number: {error}") from None
 
 
-def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
+def _static_store(method: str, rank: int, world_size: int, limit: timedelta, silence: float) -> tuple[dist.Store, int, int]:
     """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
     and the others wait for a store without naming its host: so here no worker waits inside of it."""
     url = urlparse(method)
@@ -299,14 +302,24 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> 
     whose = "torchrun" if launcher else "rank 0"
     if rank or launcher:
         _dial(host, port, limit.total_seconds(), whose)
-    query = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1")))
+    query, before = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1"))), _sockets()
     try:
         store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise
         raise _no_store(host, port, limit.total_seconds(), whose, str(error).partition("\n")[0]) from None
+    # Torch waits for ever for a host that is stopped or cut off.
+    for fd, _ in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+            if ours.getpeername()[1:2] == (port,):
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(silence), 0))
     return store, rank, world_size
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The descriptors of this process's sockets, with what tells one from a later one."""
+    return {(int(each.name), os.path.realpath(each)) for each in Path("/proc/self/fd").iterdir() if each.is_socket()}
 
 
 def _dial(host: str, port: int, timeout: float, whose: str) -> None:

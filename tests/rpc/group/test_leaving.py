@@ -99,24 +99,29 @@ def answers_slowly(report, number, rank, *counts):
     return future
 
 
-def dies_when_all_is_done(victim, rank):
+def ends_when_all_is_done(victim, how, rank):
     """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do."""
     group._LEAVE_TIMEOUT_S = 3600.0
     leaving = agent.current().termination
     leaving.report = partial(answers_slowly, leaving.report)
     leaving._check = partial(after, leaving._check, 0.05 * rank)  # worker 2 comes last, and hears of the end before it looks
+    first = rpc.rpc_sync("worker0", os.getpid)
     if rank == victim:
-        groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), how)
     rpc.shutdown()
+    if how == signal.SIGSTOP:
+        os.kill(first, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("store", ["file", "tcp"])
-def test_nobody_waits_for_a_worker_that_dies_when_all_is_done(victim, store):
-    """Worker 0 keeps the store that is at an address, which ends with it."""
+@pytest.mark.parametrize(
+    ("store", "victim", "how"),
+    [(store, victim, signal.SIGKILL) for store in ("file", "tcp") for victim in (0, 1)] + [("tcp", 0, signal.SIGSTOP)],
+)
+def test_nobody_waits_for_a_worker_that_ends_when_all_is_done(store, victim, how):
+    """Worker 0 keeps the store that is at an address, which ends, or is silent, with it."""
     place = {"init_method": f"tcp://127.0.0.1:{free_port()}"} if store == "tcp" else {}
-    outcomes = run_group(partial(dies_when_all_is_done, victim), 3, **place)
-    results([outcome for rank, outcome in enumerate(outcomes) if rank != victim])
+    outcomes = run_group(partial(ends_when_all_is_done, victim, how), 3, timeout=60, peer_timeout=1.0, **place)
+    results([outcome for rank, outcome in enumerate(outcomes) if rank != victim or how == signal.SIGSTOP])
 
 
 @rpc.functions.async_execution
