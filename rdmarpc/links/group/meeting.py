@@ -238,7 +238,7 @@ that was in a group elsewhere before meets those that were not."""
 _of_files: dict[str, dist.Store] = {}
 """The last store of this process in each file. Torch removes a file when nobody has it open, and never comes back from a read
 of one that was removed since it was opened: so between two lives it stays open, until this process ends."""
-_DIAL_S = 0.05
+_DIAL_S, _SILENCE_S = 0.05, 5.0
 _STORE_BYTES = 1 << 20
 """So much has to be free for a store in a file: torch never comes back from a read of one whose last record was cut off."""
 _KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
@@ -262,7 +262,8 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     # As torchrun leaves it: everything is in the environment.
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
     if world_size or launched:
-        store, rank, size = _static_store(method, rank, world_size or -1, limit, options.peer_timeout)
+        silence = math.ceil(max(options.peer_timeout, _SILENCE_S)) if options.peer_timeout else 0
+        store, rank, size = _static_store(method, rank, world_size or -1, limit, silence)
     else:
         store, size = dist._create_store_from_options(options, rank), 0
         rank = _number("RANK", rank) if scheme == "env" else rank
@@ -287,7 +288,7 @@ def _number(variable: str, otherwise: int) -> int:
         raise ValueError(f"{variable} is not a number: {error}") from None
 
 
-def _static_store(method: str, rank: int, world_size: int, limit: timedelta, silence: float) -> tuple[dist.Store, int, int]:
+def _static_store(method: str, rank: int, world_size: int, limit: timedelta, silence: int) -> tuple[dist.Store, int, int]:
     """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
     and the others wait for a store without naming its host: so here no worker waits inside of it."""
     url = urlparse(method)
@@ -313,7 +314,7 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta, sil
     for fd, _ in _sockets() - before:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
             if ours.getpeername()[1:2] == (port,):
-                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(silence), 0))
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", silence, 0))
     return store, rank, world_size
 
 
