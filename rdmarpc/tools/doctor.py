@@ -22,7 +22,9 @@ from pathlib import Path
 from .. import transport
 from ..calls import environment
 from ..graph import size
-from ..transport import PINNED_SEGMENT_BYTES, AutoDevice, RdmaError, gpudirect, host_id, sysfs
+from ..links.group.members import chosen_secret
+from ..options import RpcBackendOptions
+from ..transport import PINNED_SEGMENT_BYTES, AuthenticationError, AutoDevice, RdmaError, gpudirect, host_id, sysfs
 from ..transport import cuda_driver as driver
 
 # -- facts about a host, most of which its kernel shows in files: one *finding* a fact
@@ -248,7 +250,17 @@ def host(root: Path = Path("/")) -> list[Finding]:
         threads(len(transport.processors())),
         heap(),
         encryption(),
+        job_secret(),
     ]
+
+
+def job_secret() -> Finding:
+    """What the workers that are started from here would share."""
+    try:
+        found = chosen_secret(RpcBackendOptions())
+    except (ValueError, AuthenticationError) as error:
+        return Finding("secret", MISSING, str(error), "export RDMARPC_SECRET=$(openssl rand -hex 32)")
+    return Finding("secret", OK, f"{len(found)} bytes" if found else "none is set: enough for workers of one user on one host")
 
 
 def encryption() -> Finding:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -159,6 +162,29 @@ def test_shutdown_says_what_it_has_waited_for():
 
 def shut_down_here(timeout=30.0):
     rpc.shutdown(timeout=timeout)
+
+
+@rpc.functions.async_execution
+def until_dismissed_elsewhere():
+    answer = torch.futures.Future()
+    threading.Thread(target=lambda: (until_dismissed(), answer.set_result(None))).start()
+    return answer
+
+
+def waits_for_an_answer(rank):
+    termination._SPEAKS_S = 0.3
+    if rank == 0:
+        rpc.rpc_async("worker1", until_dismissed_elsewhere)
+        said = logging.getLogger("rdmarpc")
+        said.addHandler(handler := BufferingHandler(10))
+        threading.Thread(target=lambda: (eventually(lambda: bool(handler.buffer)), dismiss("worker1"))).start()
+    rpc.shutdown()
+    if rank == 0:
+        assert [record.getMessage() for record in handler.buffer] == ["shutdown waits for the answers of calls to worker1"]
+
+
+def test_shutdown_says_which_worker_has_not_answered():
+    results(run_group(waits_for_an_answer))
 
 
 def several_threads_leave(rank):
