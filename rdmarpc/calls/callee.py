@@ -423,9 +423,8 @@ class Callee:
             kept = None
             if out.lent or len(name) + len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 kept = self._lend(link, call, out.lent)
-            dropped = None
-            if not flags & FLAT and payload:
-                dropped = partial(self.rrefs.take_back, link.worker, RESPONSE, flags, payload)
+            refers = payload and not flags & FLAT
+            dropped = partial(self.rrefs.take_back, link.worker, RESPONSE, flags, payload) if refers else None
             self.post.send(link, RESPONSE, call, flags, out, name, payload, kept, dropped)
         except PeerLost:
             self.dropped += 1
@@ -470,7 +469,7 @@ class Callee:
         error = errors.readable(error)
         payload = errors.dump(error, self.me)
         control = answering.frame.flags & CONTROL
-        if not control:
+        if not control and not (answering.function is None and isinstance(error, PeerLost)):  # it never began
             errors.tell(self.failures, error, answering.function)
         if rref is not None:
             # The creator learns that the reference exists; a fetch of the value raises the error.
@@ -481,9 +480,7 @@ class Callee:
             self._reply(done, [None])
             return
         try:
-            kept = None
-            if len(payload) > MAX_BODY:
-                kept = self._lend(link, call, [])
+            kept = self._lend(link, call, []) if len(payload) > MAX_BODY else None
             self.post.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             self.dropped += 1

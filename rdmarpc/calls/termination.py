@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import threading
 import time
 import weakref
@@ -17,7 +19,7 @@ from ..functions import TOLD_WHO
 from ..message import gpu
 from ..transport import NotSupported, RdmaError, TransferTimeout, fresh, kept
 
-_LEAVE_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S, _SPEAKS_S = 5.0, 10.0
 _IDLE_POLL_S, _ROUND_PAUSE_S = 0.005, 0.05
 
 
@@ -38,7 +40,7 @@ class Termination:
         self._error: RdmaError | None = None
         self._waiting: threading.Event | None = None
         self._lock = threading.Lock()
-        self._beginning, self._beginner = threading.Lock(), 0
+        self._beginning, self._beginner, self._speaks = threading.Lock(), 0, math.inf
         self.over = threading.Event()
         """Set once this worker has left."""
 
@@ -52,7 +54,7 @@ class Termination:
                 hint="call it in the main thread, or shutdown(graceful=False), which waits for nobody",
             )
         if self._beginning.acquire(blocking=False):
-            self._beginner = threading.get_ident()
+            self._beginner, self._speaks = threading.get_ident(), time.monotonic() + _SPEAKS_S
             return True
         if self._beginner != threading.get_ident() and not self.over.wait(timeout or None):
             raise TransferTimeout("another thread's shutdown is not over", hint="shutdown(timeout=) sets the limit")
@@ -101,7 +103,7 @@ class Termination:
                 self._leave(deadline)
                 return
             self.wait(deadline)
-            self._let_gpus_finish(deadline)
+            self._finish(deadline)  # rank 0 knows its own answer before it has sent all others theirs
             if agent.timeline is not None:
                 agent.timeline.gather(deadline)
             agent.group.part()
@@ -116,20 +118,15 @@ class Termination:
         answers."""
         agent = self._agent
         while not agent.caller.idle:
-            if deadline is not None and time.monotonic() > deadline:
-                raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
-            time.sleep(_IDLE_POLL_S)
+            self._sleep(threading.Event(), deadline, _IDLE_POLL_S, own=True)
         agent.group.leave()
         self._finish(deadline)
 
     def _finish(self, deadline: float | None) -> None:
-        """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
+        """Let functions that run here for others end, and their results be fetched, also from our GPU memory, which goes with
+        our process: for seconds, not for ever."""
         agent = self._agent
         _wait_until(lambda: agent.idle and agent.callee.settled and agent.links.flushed, deadline)
-        self._let_gpus_finish(deadline)
-
-    def _let_gpus_finish(self, deadline: float | None) -> None:
-        """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
         _wait_until(lambda: gpu.current is None or gpu.current.settled, deadline)
 
     def wait(self, deadline: float | None) -> None:
@@ -152,10 +149,13 @@ class Termination:
             self._check()
             while not arrived.is_set():
                 self._sleep(arrived, deadline, 0.1)
-            if not future.done():  # else all have agreed, whoever was lost since
+            try:
+                if future.done() and future.wait():
+                    return  # whoever was lost since
+            except RdmaError:
                 self._check()
-            if future.wait():
-                return
+                raise
+            self._check()
             time.sleep(min(_ROUND_PAUSE_S, number / 1e3))  # a call may stay unanswered for long
 
     def _check(self) -> None:
@@ -164,7 +164,12 @@ class Termination:
 
     def _sleep(self, event: threading.Event, deadline: float | None, seconds: float, own: bool = False) -> None:
         event.wait(seconds)
-        if deadline is not None and time.monotonic() > deadline:
+        now, agent = time.monotonic(), self._agent
+        if own and now > self._speaks and not (agent.caller.idle or agent.pool.busy):  # functions here may be why
+            self._speaks = math.inf
+            whom = {pending.link.name for pending in list(agent.caller.pending.values()) if not pending.control}
+            logging.getLogger("rdmarpc").warning("shutdown waits for the answers of calls to %s", ", ".join(sorted(whom)))
+        if deadline is not None and now > deadline:
             raise TransferTimeout(self._late(own), hint="shutdown(timeout=) sets the limit; rdmarpc.explain() says what runs")
 
     def _late(self, own: bool) -> str:

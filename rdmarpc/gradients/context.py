@@ -19,6 +19,7 @@ context by its number, even one that is still to be entered.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -248,7 +249,8 @@ class Contexts:
         self.live: dict[int, Context] = {}
         self._gone: set[int] = set()
         """Numbers of the workers that are lost."""
-        self._count = itertools.count(me << WORKER_SHIFT)
+        # Not from 0: a tensor of an earlier life, of this process or of another one under this number, may still be here.
+        self._count = itertools.count((me << WORKER_SHIFT) + secrets.randbits(WORKER_SHIFT - 1))
         self._messages = itertools.count(2, 2)
         self._past = _Recent()
         self._said: dict[int, _Recent] = {}

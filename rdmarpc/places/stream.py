@@ -252,8 +252,7 @@ class Stream:
         self._counts["moves"] += 1
 
     def _manage(self, function: Any, *args: Any) -> Any:
-        if self.closed is not None:
-            self._refuse()
+        self._check()
         return self.agent.call(self.info, function, (self.key, *args), {}, self.timeout, control=True)
 
     def explain(self) -> str:
@@ -273,8 +272,8 @@ class Stream:
     def put(self, words: list[int]) -> None:
         """As ``post``, with the lock held."""
         words[0] |= len(words) << 8
-        if self.closed is not None:
-            self._refuse()
+        if self.closed is not None:  # quicker than the call
+            self._check()
         try:
             if self.urgent or len(self.dead) >= _FEW:
                 self._take_dead(words)
@@ -299,9 +298,11 @@ class Stream:
             for region, offset, nbytes in freed:
                 region.free(self._ring.written, offset, nbytes)
 
-    def _refuse(self) -> None:
+    def _check(self) -> None:
+        """Raise if it is closed."""
         error = self.closed
-        assert error is not None
+        if error is None:
+            return
         raise fresh(error) if isinstance(error, RdmaError) else type(error)(*error.args)
 
     def _take_dead(self, words: list[int]) -> None:
@@ -332,6 +333,7 @@ class Stream:
 
     def note(self, name: str) -> None:
         """Note the line of the program, some frames up, that is about to post operator ``name``."""
+        self._check()
         frame: FrameType = _frame(3)
         code, torchs = frame.f_code, _torchs
         while (id(code) in torchs or _is_torchs(code)) and (above := frame.f_back) is not None:
@@ -396,7 +398,7 @@ class Stream:
             if answered == ENDED:
                 error, _ = load_error(self._replied()[1])
                 self.closed = self.link.why(error) if isinstance(error, PeerLost) else error
-                self._refuse()
+                self._check()
             if answered == number:
                 break
         self._waits = False
@@ -456,8 +458,7 @@ class Stream:
 
     def bring(self, tensor: torch.Tensor) -> tuple[Storage, Meta]:
         """Copy a strided plain tensor here to the worker, where all of the storage is it."""
-        if self.closed is not None:
-            self._refuse()
+        self._check()
         shape, given = geometry(tensor), tensor
         tensor = bare(tensor)
         if tensor.device.type != "cpu":
@@ -508,8 +509,7 @@ class Stream:
 
     def fetch(self, name: int, at: int, meta: Meta, address: int) -> torch.Tensor:
         """A copy of a tensor's bytes, here: with its strides, and with ``address`` modulo 64."""
-        if self.closed is not None:
-            self._refuse()
+        self._check()
         shape = meta.geometry
         used = shape.span * shape.dtype.itemsize
         self._counts["bytes_out"] += used

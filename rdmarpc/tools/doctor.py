@@ -22,7 +22,9 @@ from pathlib import Path
 from .. import transport
 from ..calls import environment
 from ..graph import size
-from ..transport import PINNED_SEGMENT_BYTES, AutoDevice, RdmaError, gpudirect, host_id, sysfs
+from ..links.group.members import chosen_secret
+from ..options import RpcBackendOptions
+from ..transport import PINNED_SEGMENT_BYTES, AuthenticationError, AutoDevice, RdmaError, gpudirect, host_id, sysfs
 from ..transport import cuda_driver as driver
 
 # -- facts about a host, most of which its kernel shows in files: one *finding* a fact
@@ -202,7 +204,7 @@ def _cgroup_values(root: Path, controller: str, v2_name: str, v1_name: str) -> I
 _CONNECT_TIMEOUT_S = 3.0
 _CHOSEN = 3  # lines of a port that say what was chosen; the others, why not another
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
-_SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
+_SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0"
 _NO_HOST = "give a host's name (getent hosts NAME), or Device.address of a worker; names of workers are not known here"
 _WITHIN = {"shm": "processes of this host", "verbs": "hosts with a usable RDMA port, too", "tcp": "all other hosts"}
 
@@ -219,8 +221,7 @@ class Way:
 def ports(found: list[sysfs.Found]) -> list[Finding]:
     """Each RDMA port, the one to use first."""
     if not found:
-        hint = _SOFTWARE.format("eth0")
-        return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
+        return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", _SOFTWARE)]
     try:
         port = transport.ports.choose(transport.packages.choose())
     except RdmaError as error:
@@ -248,7 +249,17 @@ def host(root: Path = Path("/")) -> list[Finding]:
         threads(len(transport.processors())),
         heap(),
         encryption(),
+        job_secret(),
     ]
+
+
+def job_secret() -> Finding:
+    """What the workers that are started from here would share."""
+    try:
+        found = chosen_secret(RpcBackendOptions())
+    except (ValueError, AuthenticationError) as error:
+        return Finding("secret", MISSING, str(error), "export RDMARPC_SECRET=$(openssl rand -hex 32)")
+    return Finding("secret", OK, f"{len(found)} bytes" if found else "none is set: enough for workers of one user on one host")
 
 
 def encryption() -> Finding:
@@ -317,11 +328,8 @@ def ways_to_host(auto: AutoDevice, name: str) -> list[Way]:
     here = {way.device: way for way in ways(auto)}
     if own == address:
         return [here["shm"], *(Way(kind, "it is this host", "") for kind in ("verbs", "tcp"))]
-    found = [Way("shm", "it is another host")]
-    if here["verbs"].why_not:
-        found.append(here["verbs"])
-    else:
-        found.append(Way("verbs", "", f"if `rdmarpc doctor` on {name} shows a port of the same kind"))
+    perhaps = Way("verbs", "", f"if `rdmarpc doctor` on {name} shows a port of the same kind")
+    found = [Way("shm", "it is another host"), here["verbs"] if here["verbs"].why_not else perhaps]
     if not own:
         found.append(Way("tcp", f"there is no route to {address}", f"ip route get {address}"))
     else:

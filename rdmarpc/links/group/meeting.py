@@ -20,15 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import secrets
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -235,7 +238,9 @@ that was in a group elsewhere before meets those that were not."""
 _of_files: dict[str, dist.Store] = {}
 """The last store of this process in each file. Torch removes a file when nobody has it open, and never comes back from a read
 of one that was removed since it was opened: so between two lives it stays open, until this process ends."""
-_DIAL_S = 0.05
+_DIAL_S, _SILENCE_S = 0.05, 5.0
+_STORE_BYTES = 1 << 20
+"""So much has to be free for a store in a file: torch never comes back from a read of one whose last record was cut off."""
 _KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
 FOR_EVER_S = 24 * 3600.0
 
@@ -247,13 +252,18 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     method, scheme = options.init_method, urlparse(options.init_method).scheme
     if scheme == "slurm":
         rank, world_size, method = slurm_task(method)
-    if scheme == "file" and not os.path.isdir(folder := os.path.dirname(urlparse(method).path) or "."):
-        raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
+    if scheme == "file":
+        folder = os.path.dirname(urlparse(method).path) or "."
+        if not os.path.isdir(folder):
+            raise RuntimeError(f"init_method {method} names a file in {folder}, and there is no such folder on this host")
+        if (disk := os.statvfs(folder)).f_blocks and disk.f_bavail * disk.f_frsize < _STORE_BYTES:
+            raise RuntimeError(f"init_method {method} names a file in {folder}, and the disk of that folder is full")
     limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
     # As torchrun leaves it: everything is in the environment.
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
     if world_size or launched:
-        store, rank, size = _static_store(method, rank, world_size or -1, limit)
+        silence = math.ceil(max(options.peer_timeout, _SILENCE_S)) if options.peer_timeout else 0
+        store, rank, size = _static_store(method, rank, world_size or -1, limit, silence)
     else:
         store, size = dist._create_store_from_options(options, rank), 0
         rank = _number("RANK", rank) if scheme == "env" else rank
@@ -278,7 +288,7 @@ def _number(variable: str, otherwise: int) -> int:
         raise ValueError(f"{variable} is not a number: {error}") from None
 
 
-def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
+def _static_store(method: str, rank: int, world_size: int, limit: timedelta, silence: int) -> tuple[dist.Store, int, int]:
     """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
     and the others wait for a store without naming its host: so here no worker waits inside of it."""
     url = urlparse(method)
@@ -293,14 +303,24 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> 
     whose = "torchrun" if launcher else "rank 0"
     if rank or launcher:
         _dial(host, port, limit.total_seconds(), whose)
-    query = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1")))
+    query, before = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1"))), _sockets()
     try:
         store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise
         raise _no_store(host, port, limit.total_seconds(), whose, str(error).partition("\n")[0]) from None
+    # Torch waits for ever for a host that is stopped or cut off.
+    for fd, _ in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+            if ours.getpeername()[1:2] == (port,):
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", silence, 0))
     return store, rank, world_size
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The descriptors of this process's sockets, with what tells one from a later one."""
+    return {(int(each.name), os.path.realpath(each)) for each in Path("/proc/self/fd").iterdir() if each.is_socket()}
 
 
 def _dial(host: str, port: int, timeout: float, whose: str) -> None:

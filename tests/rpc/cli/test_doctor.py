@@ -230,6 +230,16 @@ def test_rdma_hardware_that_does_not_work(
     assert verbs["why_not"] == broken[0]["text"]
 
 
+@pytest.mark.parametrize(("secret", "state", "text"), [("x", MISSING, "has 1 bytes"), ("x" * 16, OK, "16"), ("", OK, "none")])
+def test_a_secret_that_init_rpc_would_refuse_is_named(
+    monkeypatch: pytest.MonkeyPatch, secret: str, state: str, text: str
+) -> None:
+    monkeypatch.setenv("RDMARPC_SECRET", secret)
+    monkeypatch.delenv("RDMARPC_SECRET_FILE", raising=False)
+    found = doctor.job_secret()
+    assert found.state == state and text in found.text
+
+
 def test_whether_tls_can_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.encryption().state == OK
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -379,6 +380,9 @@ def without_a_rank(meeting):
         meeting.join(init_method="foo://x")
     with pytest.raises(RuntimeError, match="names a file in /not/here, and there is no such folder"):
         meeting.join(init_method="file:///not/here/store", rpc_timeout=0, world_size=2)
+    os.statvfs = lambda _: SimpleNamespace(f_blocks=1 << 30, f_bavail=2, f_frsize=4096)
+    with pytest.raises(RuntimeError, match="and the disk of that folder is full"):
+        meeting.join(rpc_timeout=0, world_size=2)
 
 
 def test_a_rank_is_needed():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -88,28 +91,40 @@ def test_shutdown_does_not_wait_for_functions_when_a_worker_is_lost():
         results([outcomes[0], outcomes[2]])
 
 
-def dies_when_all_is_done(victim, rank):
-    """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do. The
-    others see that it has ended before they see what was agreed."""
+def after(what, seconds, *args):
+    time.sleep(seconds)
+    return what(*args)
+
+
+def answers_slowly(report, number, rank, *counts):
+    future = report(number, rank, *counts)
+    time.sleep(0.1 * rank)  # the answer to the last that came is still to be sent
+    return future
+
+
+def ends_when_all_is_done(victim, how, rank):
+    """Workers 1 and 2 have no connection to each other. The victim ends when all have agreed that nothing is left to do."""
     group._LEAVE_TIMEOUT_S = 3600.0
+    leaving = agent.current().termination
+    leaving.report = partial(answers_slowly, leaving.report)
+    leaving._check = partial(after, leaving._check, 0.05 * rank)  # worker 2 comes last, and hears of the end before it looks
+    first = rpc.rpc_sync("worker0", os.getpid)
     if rank == victim:
-        groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    elif rank == 2:
-        sleep = termination.Termination._sleep
-        termination.Termination._sleep = lambda self, event, *rest, **more: (
-            sleep(self, event, *rest, **more),
-            event.is_set() and time.sleep(1.0),
-        )
+        groups.Rendezvous.leave = lambda *_: os.kill(os.getpid(), how)
     rpc.shutdown()
+    if how == signal.SIGSTOP:
+        os.kill(first, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("store", ["file", "tcp"])
-def test_nobody_waits_for_a_worker_that_dies_when_all_is_done(victim, store):
-    """Worker 0 keeps the store that is at an address, which ends with it."""
+@pytest.mark.parametrize(
+    ("store", "victim", "how"),
+    [(store, victim, signal.SIGKILL) for store in ("file", "tcp") for victim in (0, 1)] + [("tcp", 0, signal.SIGSTOP)],
+)
+def test_nobody_waits_for_a_worker_that_ends_when_all_is_done(store, victim, how):
+    """Worker 0 keeps the store that is at an address, which ends, or is silent, with it."""
     place = {"init_method": f"tcp://127.0.0.1:{free_port()}"} if store == "tcp" else {}
-    outcomes = run_group(partial(dies_when_all_is_done, victim), 3, **place)
-    results([outcome for rank, outcome in enumerate(outcomes) if rank != victim])
+    outcomes = run_group(partial(ends_when_all_is_done, victim, how), 3, timeout=60, peer_timeout=1.0, **place)
+    results([outcome for rank, outcome in enumerate(outcomes) if rank != victim or how == signal.SIGSTOP])
 
 
 @rpc.functions.async_execution
@@ -147,6 +162,29 @@ def test_shutdown_says_what_it_has_waited_for():
 
 def shut_down_here(timeout=30.0):
     rpc.shutdown(timeout=timeout)
+
+
+@rpc.functions.async_execution
+def until_dismissed_elsewhere():
+    answer = torch.futures.Future()
+    threading.Thread(target=lambda: (until_dismissed(), answer.set_result(None))).start()
+    return answer
+
+
+def waits_for_an_answer(rank):
+    termination._SPEAKS_S = 0.3
+    if rank == 0:
+        rpc.rpc_async("worker1", until_dismissed_elsewhere)
+        said = logging.getLogger("rdmarpc")
+        said.addHandler(handler := BufferingHandler(10))
+        threading.Thread(target=lambda: (eventually(lambda: bool(handler.buffer)), dismiss("worker1"))).start()
+    rpc.shutdown()
+    if rank == 0:
+        assert [record.getMessage() for record in handler.buffer] == ["shutdown waits for the answers of calls to worker1"]
+
+
+def test_shutdown_says_which_worker_has_not_answered():
+    results(run_group(waits_for_an_answer))
 
 
 def several_threads_leave(rank):

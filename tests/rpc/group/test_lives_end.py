@@ -167,3 +167,31 @@ def one_was_never_met(rank):
 def test_nothing_stays_of_a_shutdown_that_failed(device):
     outcomes = run_group(one_was_never_met, 3, transport=device)
     assert [outcomes[rank].result for rank in (0, 2)] == [True, True], outcomes
+
+
+def of_an_earlier_life(meeting):
+    """Workers of the same names and ranks, each time."""
+    for life in range(2):
+        options = rpc.RpcBackendOptions(init_method=f"file://{meeting._place}-{life}", rpc_timeout=20)
+        rpc.init_rpc(f"worker{meeting.rank}", rank=meeting.rank, world_size=2, rpc_backend_options=options)
+        if meeting.rank == 0:
+            weight = torch.ones(2, requires_grad=True)
+            with rpc.autograd.context() as context:
+                loss = rpc.rpc_sync("worker1", torch.mul, (weight, 2.0)).sum()
+                if life == 0:
+                    kept = context, loss, weight.detach().to(rpc.device("worker1"))
+                    kept[2].clone()
+                else:
+                    for begun in (context, kept[0]):
+                        with pytest.raises(RuntimeError, match=r"received in autograd context|Could not find autograd"):
+                            rpc.autograd.backward(begun, [kept[1]], retain_graph=True)
+                    rpc.autograd.backward(context, [loss])
+                    assert rpc.autograd.get_gradients(context)[weight].tolist() == [2.0, 2.0]
+                    for use in (torch.Tensor.clone, torch.Tensor.neg):  # the first was posted before
+                        with pytest.raises(RuntimeError, match="RPC was shut down: what lay at worker worker1 is gone"):
+                            use(kept[2])
+        rpc.shutdown()
+
+
+def test_what_is_of_an_earlier_life_is_an_error_in_the_next():
+    results(run_group(of_an_earlier_life, dynamic=True))
