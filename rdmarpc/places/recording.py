@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -40,6 +41,17 @@ class Ran(NamedTuple):
 
     path: str
     name: str
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let neither the program's modes nor classes of tensors see how a hook looks at tensors."""
+
+    @functools.wraps(hook)
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return hook(*args)
+
+    return run
 
 
 class Recorder:
@@ -108,6 +120,7 @@ class Recorder:
             self._called[storage := self._storage(tensor)] = name
             self._kinds[storage] = Kind.PARAMETER
 
+    @_unseen
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread or _node() is not None:
             return
@@ -117,6 +130,7 @@ class Recorder:
             self._running.append(self._paths.get(module, self._running[-1] if self._running else ""))
             self._phase, self._stepping = Phase.FORWARD, 0
 
+    @_unseen
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if threading.get_ident() != self._thread or _node() is not None or not self._running:
             return
@@ -129,6 +143,7 @@ class Recorder:
                     known = self._nodes.get(key)
                     self._nodes[key] = Ran(path if known is None else known.path, path)
 
+    @_unseen
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
@@ -381,6 +396,7 @@ class FirstSteps:
         self._current: Recorder | None = None
         self._whole = threading.local()
 
+    @_unseen
     def begin(self, args: Any, kwargs: Any) -> None:
         """The model is called."""
         if getattr(self._whole, "inside", False):

@@ -50,7 +50,7 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
-_modes = torch._C._len_torch_dispatch_stack
+_modes, _mode, _TRACING = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _TOGETHER = 1 << 11
@@ -88,6 +88,13 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1 and not any(each.__name__ == "FakeTensor" for each in types):  # those would know no answer
             return NotImplemented
+        if (
+            _modes()
+            and _mode(_TRACING) is not None
+            and RemoteTensor not in (fx := torch.fx.experimental.proxy_tensor).HANDLED_TYPES
+        ):
+            fx.HANDLED_TYPES += (RemoteTensor,)  # ``make_fx`` takes what other classes compute for constants
+            return func(*args, **(kwargs or _NOTHING))
         return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property
@@ -223,6 +230,8 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+    is_shared = is_pinned
 
 
 here.remote_classes.append(RemoteTensor)
