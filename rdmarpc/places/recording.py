@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import threading
@@ -11,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,15 +43,10 @@ class Ran(NamedTuple):
     name: str
 
 
-def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Let neither the program's modes nor classes of tensors see how a hook looks at tensors."""
-
-    @functools.wraps(hook)
-    def run(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return hook(*args)
-
-    return run
+def unseen(hook: Callable[..., Any], *args: Any) -> Any:
+    """Neither the program's modes nor classes of tensors see how a hook looks at tensors."""
+    with torch._C.DisableTorchFunction():
+        return hook(*args)
 
 
 class Recorder:
@@ -85,9 +80,9 @@ class Recorder:
         with _lock:
             observing.observers = (*observing.observers, self)
         for hook in (
-            modules.register_module_forward_pre_hook(self._enter),
-            modules.register_module_forward_hook(self._leave, always_call=True),
-            optimizers.register_optimizer_step_pre_hook(self._step_begins),
+            modules.register_module_forward_pre_hook(partial(unseen, self._enter)),
+            modules.register_module_forward_hook(partial(unseen, self._leave), always_call=True),
+            optimizers.register_optimizer_step_pre_hook(partial(unseen, self._step_begins)),
             optimizers.register_optimizer_step_post_hook(self._step_ends),
         ):
             self._hooks.callback(hook.remove)
@@ -113,14 +108,12 @@ class Recorder:
             self._paths.setdefault(module, path)
         for parameter in net.parameters():
             if self._storage(parameter) not in self._kinds:
-                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += (
-                    parameter.nbytes
-                )
+                place = parameter.place if type(parameter) is RemoteTensor else self._here
+                self._kept[place] += parameter.nbytes
         for name, tensor in (*net.named_parameters(), *net.named_buffers()):
             self._called[storage := self._storage(tensor)] = name
             self._kinds[storage] = Kind.PARAMETER
 
-    @_unseen
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread or _node() is not None:
             return
@@ -130,7 +123,6 @@ class Recorder:
             self._running.append(self._paths.get(module, self._running[-1] if self._running else ""))
             self._phase, self._stepping = Phase.FORWARD, 0
 
-    @_unseen
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if threading.get_ident() != self._thread or _node() is not None or not self._running:
             return
@@ -143,7 +135,6 @@ class Recorder:
                     known = self._nodes.get(key)
                     self._nodes[key] = Ran(path if known is None else known.path, path)
 
-    @_unseen
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
@@ -396,7 +387,6 @@ class FirstSteps:
         self._current: Recorder | None = None
         self._whole = threading.local()
 
-    @_unseen
     def begin(self, args: Any, kwargs: Any) -> None:
         """The model is called."""
         if getattr(self._whole, "inside", False):
@@ -408,12 +398,9 @@ class FirstSteps:
         net = self._net()
         inputs = self._inputs(args, kwargs)
         form = torch.is_grad_enabled(), *[(_shape(leaf), leaf.dtype) for leaf in inputs.values()]
-        found = self._found.pop(form, None)
-        if found is None:
-            if len(self._found) == _FORMS:
-                return
-            found = []
-        self._found[form] = found  # the last used is the last
+        if form not in self._found and len(self._found) == _FORMS:
+            return
+        found = self._found[form] = self._found.pop(form, [])  # the last used is the last
         if len(found) < _TIMES:
             self._current = recorder = Recorder(net, inputs)
             recorder.start()
@@ -435,7 +422,7 @@ class FirstSteps:
     @contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[None]:
         """One step with all that the model is called in it."""
-        self.begin(args, kwargs)
+        unseen(self.begin, args, kwargs)
         self._whole.inside = True
         try:
             yield

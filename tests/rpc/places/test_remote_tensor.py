@@ -229,7 +229,7 @@ def named_refusals() -> None:
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):  # torch's own: its layouts know a few devices
             plain.to(places.device(W1))
-    refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized")
+    refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized in place: give it its shape before")
     same(torch.add(x, 1), home(x) + 1)  # nothing is left of these errors
 
 
