@@ -69,10 +69,7 @@ def forward_backward(
                     losses[at].backward()
                     losses[at] = losses[at].detach()  # what its graph holds is free
         pieces.return_gradients()
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+    return sum(losses[1:], losses[0])
 
 
 @contextmanager

@@ -114,6 +114,8 @@ class Graphed:
         before, program = form.last, form.program
         if program is not None:
             program.refresh()
+            if not program.holds():
+                self.why = "tensors of the step were replaced since (a gradient, by another step's zero_grad())"
         capture = Capture(tensors, before)
         form.last = form.program = None
         with capture:

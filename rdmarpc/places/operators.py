@@ -48,7 +48,7 @@ _NO_DATA = (aten._unsafe_view.default,)
 _NOT_KEPT = (aten.as_strided.default, aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 """Views whose offset is not that of their operand plus a constant."""
 REPLACED = "what a tensor at a worker lies over cannot be replaced (`.data =` does that)"
-RESIZED = "a tensor that lies at a worker is not resized in place"
+RESIZED = "a tensor that lies at a worker is not resized in place: give it its shape before it is moved"
 REFUSED = {
     "aten::set_": REPLACED,
     "aten::shallow_copy_data_": REPLACED,

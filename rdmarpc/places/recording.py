@@ -8,8 +8,9 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,12 @@ class Ran(NamedTuple):
 
     path: str
     name: str
+
+
+def unseen(hook: Callable[..., Any], *args: Any) -> Any:
+    """Neither the program's modes nor classes of tensors see how a hook looks at tensors."""
+    with torch._C.DisableTorchFunction():
+        return hook(*args)
 
 
 class Recorder:
@@ -73,9 +80,9 @@ class Recorder:
         with _lock:
             observing.observers = (*observing.observers, self)
         for hook in (
-            modules.register_module_forward_pre_hook(self._enter),
-            modules.register_module_forward_hook(self._leave, always_call=True),
-            optimizers.register_optimizer_step_pre_hook(self._step_begins),
+            modules.register_module_forward_pre_hook(partial(unseen, self._enter)),
+            modules.register_module_forward_hook(partial(unseen, self._leave), always_call=True),
+            optimizers.register_optimizer_step_pre_hook(partial(unseen, self._step_begins)),
             optimizers.register_optimizer_step_post_hook(self._step_ends),
         ):
             self._hooks.callback(hook.remove)
@@ -101,9 +108,8 @@ class Recorder:
             self._paths.setdefault(module, path)
         for parameter in net.parameters():
             if self._storage(parameter) not in self._kinds:
-                self._kept[repr(parameter._handle.stream) if type(parameter) is RemoteTensor else self._here] += (
-                    parameter.nbytes
-                )
+                place = parameter.place if type(parameter) is RemoteTensor else self._here
+                self._kept[place] += parameter.nbytes
         for name, tensor in (*net.named_parameters(), *net.named_buffers()):
             self._called[storage := self._storage(tensor)] = name
             self._kinds[storage] = Kind.PARAMETER
@@ -392,12 +398,9 @@ class FirstSteps:
         net = self._net()
         inputs = self._inputs(args, kwargs)
         form = torch.is_grad_enabled(), *[(_shape(leaf), leaf.dtype) for leaf in inputs.values()]
-        found = self._found.pop(form, None)
-        if found is None:
-            if len(self._found) == _FORMS:
-                return
-            found = []
-        self._found[form] = found  # the last used is the last
+        if form not in self._found and len(self._found) == _FORMS:
+            return
+        found = self._found[form] = self._found.pop(form, [])  # the last used is the last
         if len(found) < _TIMES:
             self._current = recorder = Recorder(net, inputs)
             recorder.start()
@@ -419,7 +422,7 @@ class FirstSteps:
     @contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[None]:
         """One step with all that the model is called in it."""
-        self.begin(args, kwargs)
+        unseen(self.begin, args, kwargs)
         self._whole.inside = True
         try:
             yield

@@ -50,7 +50,7 @@ _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
-_modes = torch._C._len_torch_dispatch_stack
+_modes, _mode, _TRACING = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _TOGETHER = 1 << 11
@@ -88,6 +88,10 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1 and not any(each.__name__ == "FakeTensor" for each in types):  # those would know no answer
             return NotImplemented
+        if _modes() and _mode(_TRACING) and RemoteTensor not in (fx := torch.fx.experimental.proxy_tensor).HANDLED_TYPES:
+            # ``make_fx`` takes what classes that it does not know compute for constants.
+            fx.HANDLED_TYPES += (RemoteTensor,)  # type: ignore[attr-defined]
+            return func(*args, **(kwargs or _NOTHING))
         return (_ways.get(id(func)) or _way(func))(args, kwargs or _NOTHING)
 
     @property
@@ -223,6 +227,8 @@ class RemoteTensor(torch.Tensor):
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
+
+    is_shared = is_pinned
 
 
 here.remote_classes.append(RemoteTensor)
@@ -842,7 +848,7 @@ def _recipes(op: Operator, tensors: list[Any], described: list[Any]) -> list[Any
         if name in operands:
             operand = tensors[operands[name]]
             if op.mutable and op.returned[index] is not None and meta is not operand._meta:
-                raise NotSupported(f"{op.name}: {RESIZED}", hint="give out= a tensor of the result's shape")
+                raise NotSupported(f"{op.name}: {RESIZED}")
             found.append(("operand", operands[name], meta, offset - operand._offset))
         elif name in made:
             found.append(("result", made[name], meta, offset))
@@ -869,24 +875,17 @@ def _kind(op: Operator, known: Known, tensors: list[Any], args: Any, kwargs: Any
 def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
     """Whether shapes of operands give those of results. Tags of operators that are not torch's do not tell, but a kernel for
     tensors without values does, if it gives anything."""
-    if not op.foreign:
+    with contextlib.suppress(Exception):
+        if op.foreign:
+            like_args, like_kwargs = _without_memory((args, kwargs))
+            op.func(*like_args, **like_kwargs)
         return True
-    try:
-        like_args, like_kwargs = _without_memory((args, kwargs))
-        op.func(*like_args, **like_kwargs)
-        return True
-    except Exception:
-        return False
+    return False
 
 
 def _without_memory(value: Any) -> Any:
     """The same arguments, with tensors of device "meta"."""
     return tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value)
-
-
-def _lists(op: Operator) -> bool:
-    returns = op.func._schema.returns
-    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
 
 def _results(place: Stream, known: Known, base: int, args: Any, kwargs: Any) -> Any:
@@ -946,9 +945,7 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     base = args[0]
     with _BELOW(_PYTHON):
         found = op.func(*args, **kwargs)
-    if isinstance(found, torch.Tensor):
-        return meta_of(geometry(found)), found.storage_offset() - base._offset
-    return [(meta_of(geometry(each)), each.storage_offset() - base._offset) for each in found]
+    return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -986,6 +983,7 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if len(found) == 1 and length <= _TOGETHER:
         return _foreach_at(next(iter(found)), op, args, kwargs)
     gathered: list[Any] = [None] * length
+    out: Any = None
     for place, there in found.items():
         for start in range(0, len(there), _TOGETHER):
             chosen = there[start : start + _TOGETHER]
@@ -997,7 +995,7 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             out = _foreach_at(place, op, tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
             for index, each in zip(chosen, out or ()):
                 gathered[index] = each
-    return gathered if _lists(op) else None
+    return gathered if out else None
 
 
 def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -542,12 +542,12 @@ class Runner:
                 result = self._call(found, words, at + 1)
             except RuntimeError as error:
                 if "resize storage" in str(error):
-                    raise _resized() from None
+                    raise NotSupported(RESIZED) from None
                 raise
         for (_, tensor), shape in zip(operands, before):  # the caller's tensors would not see that ``out=`` was resized
             if tensor.layout is torch.strided and geometry(tensor) != shape:
                 tensor.as_strided_(shape.shape, shape.strides)
-                raise _resized()
+                raise NotSupported(RESIZED)
         return self._describe(found, words[at], result, operands)
 
     def _operands(self, signature: Signature, words: list[int], at: int) -> list[tuple[int, torch.Tensor]]:
@@ -742,10 +742,6 @@ def _first_same(arguments: list[Any], value: Any) -> Any:
         return value
     alike = (each for each in arguments if type(each) is torch.Tensor and each.layout is torch.strided)
     return next((each for each in alike if each.data_ptr() == value.data_ptr() and geometry(each) == geometry(value)), value)
-
-
-def _resized() -> NotSupported:
-    return NotSupported(RESIZED, hint="give out= a tensor of the result's shape")
 
 
 class Derived(RdmaError):

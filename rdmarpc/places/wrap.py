@@ -21,7 +21,7 @@ from .batches import checked, forward_backward
 from .checkpoint import load_checkpoint
 from .geometry import geometry
 from .placement import Where, home, resolve
-from .recording import FirstSteps
+from .recording import FirstSteps, unseen
 from .runners import counters_here
 from .stream import Stream, meta_of, stream_to, streams
 from .tensor import OWN, RemoteTensor, at_place, bring_home, brought, make_empty, place_of, running_at, wrapper
@@ -146,7 +146,7 @@ class WrappedModel(Extension):
         placed = self._placement
         placed.steps += 1
         if placed.first is not None:
-            placed.first.begin(args, kwargs)
+            unseen(placed.first.begin, args, kwargs)
         found = super().__call__(*args, **kwargs)
         return bring_home(found) if placed.outputs == "here" else found
 

@@ -522,8 +522,27 @@ def replaced() -> None:
     pair.end(pair.graph.replays)
 
 
+def turns(kept: bool) -> None:
+    """Another step replaces gradients of what this one reads: Python runs, and says why, unless they are kept."""
+    reader, read = (rpc.wrap(nn.Linear(4, 4), {"": "worker1"}) for _ in range(2))
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (reader, read)]
+
+    def step(x: torch.Tensor, at: int) -> None:
+        optimizers[at].zero_grad(set_to_none=not kept)
+        reader(read(x) if at else read(x).detach()).square().mean().backward()
+        optimizers[at].step()
+
+    graph = rpc.graphed(lambda x: step(x, 0))
+    for _ in range(6):
+        graph(torch.ones(2, 4))
+        step(torch.ones(2, 4), 1)
+    assert (graph.replays > 0) is kept and ("were replaced since" in graph.why) is not kept, (graph.why, graph.replays)
+
+
 def test_replaced(group):
     group.run(replaced)
+    group.run(turns, False)
+    group.run(turns, True)
 
 
 def collective_within(backend: str) -> None:

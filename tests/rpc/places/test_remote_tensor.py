@@ -229,7 +229,7 @@ def named_refusals() -> None:
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):  # torch's own: its layouts know a few devices
             plain.to(places.device(W1))
-    refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized")
+    refused(lambda: torch.add(x, 1, out=there(torch.empty(0))), "resized in place: give it its shape before")
     same(torch.add(x, 1), home(x) + 1)  # nothing is left of these errors
 
 
@@ -584,6 +584,8 @@ def functions() -> None:
         for begin in (8, 20, 0):  # a tangent begins where its primal does
             yield from torch.func.jvp(torch.sin, (flat[begin : begin + 7],), (torch.ones_like(flat[:7]),))
         yield torch.func.functional_call(net, {"weight": move(torch.ones(2, 3))}, (x,))
+        y, tangent = torch.func.linearize(lambda v: net(v @ w).tanh(), x)
+        yield from (y, tangent(x.cos()))
 
     both(program)
 
@@ -593,6 +595,7 @@ def data() -> None:
         x = move(torch.randn(3, requires_grad=True))
         x.data.mul_(2)
         yield x
+        yield x.is_shared()
         x.data = move(torch.ones(2, 2))
         yield x.detach()
         (x * 3).sum().backward()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from beside import home, sgd
 from net_programs import DATA, PLACEMENTS, Net, Programs, given, loss_of, plainly
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -363,6 +364,24 @@ def operations_changed(net: Any) -> Iterator[Any]:
 
     with torch.no_grad(), Rounded():
         yield net(DATA[0][0])
+
+
+@program
+def functions_seen(net: Any) -> Iterator[Any]:
+    """A mode sees what the program calls, and a lazy module runs for the first time, while steps are recorded."""
+
+    class Named(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+    with Named():
+        loss_of(net).backward()
+        optimizer.step()
+    yield names
+    yield nn.LazyLinear(2)(DATA[0][0])
 
 
 @program
