@@ -1,0 +1,321 @@
+"""Programs that mix calls, references, distributed autograd, tensors and models at workers, graphs of steps, threads and modes,
+drawn from a seed, as plain source: ``source(recipe(seed))``.
+
+The text defines ``program(place, keep)`` as in ``drawn_programs``; it asks ``mixed_calls.rpc`` for the names of ``rdmarpc``.
+Tensors ``t0`` to ``t5``, references ``r0`` and ``r1``, modules ``m0`` to ``m2`` (referenced) and ``n0`` (placed) are read and
+written by statements. What a statement raises is kept, and the program goes on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from drawn_programs import drawn
+
+TENSORS = [f"t{n}" for n in range(6)]
+REFERENCES = ["r0", "r1"]
+MODULES = ["m0", "m1", "m2"]
+WORKERS = ["worker1", "worker2"]
+
+LOCAL = """
+{T} = {t} + {t}
+{T} = {t} * 0.5 - {t}
+{T} = torch.tanh({t} @ {t})
+{T} = torch.tanh({t})
+{T} = torch.where({t} > 0, {t}, {t})
+{T} = {t}.<t()|clone()|detach()|detach().requires_grad_()|double()|float()|clone().requires_grad_()>
+{T} = torch.cat([{t}[: D // 2], {t}[D // 2 :]])
+{T} = torch.zeros(D, D) + {t}
+{T} = {t} + torch.full((), 0.5)
+{T} = at({t}, "{p}")
+{T} = home({t})
+{T}.<mul_(0.5)|add_({t})|copy_({t})|t().mul_({t})|data.mul_(0.9)|sub_(1).neg_()>
+{T}[1:3].<add_({t}[0:2])|copy_({t}[1:3])|zero_()>
+{T}[:, 0] = <{t}[0]|1.0>
+torch._foreach_<add_|mul_>([{T}, {t}], 0.5)
+{T} = {t} / {t}.abs().max().item()
+{T} = {t} @ torch.eye(D)
+""".strip().split("\n")
+
+ONE = "<double|same|in_place|turned|unwatched|needing|fails>, ({t}<|>,)"
+CALL = [
+    "<double|same|in_place|turned|unwatched|needing>, ({t},)",
+    "fails, ({t},)",
+    "<added|product>, ({t}, {t})",
+    "<there|by_way_of>, ({t}, '{p}')",
+    "<on|on_late|on_kept|on_fails>, ({t}, '{o}')",
+]
+
+CALLS = [
+    "{T} = rpc.rpc_sync('{w}', {call})",
+    "{T} = rpc.rpc_sync('{w}', {call})",
+    "{T} = rpc.rpc_sync('{w}', {call})",
+    "{T} = rpc.rpc_async('{w}', {call}).wait()",
+    "found = rpc.rpc_sync('{w}', pieces, ({t},))\n{T} = torch.cat([found['first'], found['rest'][0]]) + found['rest'][1][0]",
+    "{T} = {t} + rpc.rpc_sync('{w}', made).sum()",
+    "pending.append(rpc.rpc_async('{w}', {late}))",
+    "pending.append(rpc.rpc_async('{w}', {late}))",
+    "{T} = pending.pop(<0|-1>).wait()",
+    "x = {t}.clone()\nfuture = rpc.rpc_async('{w}', {same}, (x,))\n{local}\n{T} = future.wait() + x\nx.mul_(2)",
+    "{T} = rpc.remote('{w}', {call}).to_here()",
+    "{r} = rpc.remote('{w}', {late})",
+    "{r} = rpc.RRef({t}.detach().clone())",
+    "{T} = {r}.to_here()",
+    "{T} = {r}.<rpc_sync()|rpc_async()|remote()>.<t()|add(1)|mul(0.5)>{got}",
+    "{T} = rpc.rpc_sync('{w}', fetched, ({r},))",
+    "{T} = rpc.rpc_sync({r}.owner_name(), written, ({r}, {t}))",
+]
+
+MODELS = [
+    "{T} = {m}.rpc_sync().forward({t})",
+    "{T} = {m}.rpc_sync().scaled({t}, 0.9)",
+    "x = {t}.clone()\nfuture = {m}.rpc_async().forward(x)\n{local}\n{T} = future.wait()",
+    "{T} = {m}.remote().forward({t}).to_here()",
+    "{T} = rpc.rpc_sync('{w}', <forwarded|forwarded_late>, ({m}, {t}))",
+    "{m}.rpc_sync().fails({t})",
+    "keep('weights', {m}.rpc_sync().weights())",
+    "keep('gradients', rpc.rpc_sync({m}.owner_name(), local_gradients_of, ({m},)))",
+    "{T} = n0({t})",
+    "{T} = rpc.rpc_sync('{w}', applied, (<n0|copy.deepcopy(n0)>, {t}))",
+    "{T} = rpc.rpc_sync('{w}', <double|in_place|same>, (n0.<one|two>.weight<|.t()|.detach()>,))",
+    "with torch.no_grad():\n    n0.<one|two>.weight.<mul_(0.9)|add_({t} * 0.1)|copy_({t})>",
+    "state = copy.deepcopy(n0.state_dict())\n{T} = n0({t})\nn0.load_state_dict(state)",
+    "file = io.BytesIO()\ntorch.save({'n': n0.state_dict(), 't': {t}}, file)\nfile.seek(0)\nloaded = torch.load(file)\n"
+    "n0.load_state_dict(loaded['n'])\n{T} = loaded['t']",
+    "n0.load_state_dict(rpc.rpc_sync({m}.owner_name(), state_of, ({m},)))",
+    "{T} = copy.deepcopy(n0)({t})",
+]
+
+TRAINING = [
+    "optimizer.zero_grad()\n(n0({t}) * {t}).sum().backward()\noptimizer.step()",
+    "n0({t}).sum().backward()",
+    "{t}.sum().backward(retain_graph=True)",
+    "({t} * {t}).sum().backward(retain_graph=True)",
+    "optimizer.step()",
+    "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
+]
+
+REPEATED = [
+    "for call in range(<3|4|6>):\n    {T}, {U} = graphed({t}.detach(), {t}.detach())\n    keep('repeated', seen({t}, *n0.parameters()))",
+    "{T}, {U} = graphed({t}.detach(), {t}.detach())",
+    "{T}, {U} = graphed({t}.detach(), {t}.detach())",
+]
+
+MODES = {
+    "no_grad": "torch.no_grad()",
+    "inference": "torch.inference_mode()",
+    "autocast": "torch.autocast('cpu', torch.bfloat16)",
+    "dtype": "default_dtype(torch.float64)",
+    "strict": "deterministic()",
+}
+
+OPTIMIZERS = [
+    "SGD(PARAMS, lr=0.1, momentum=<0|0.9>, <foreach=True|foreach=False|fused=True|weight_decay=0.1>)",
+    "Adam(PARAMS, lr=0.01, <foreach=True|foreach=False|fused=True|amsgrad=True>)",
+    "AdamW(PARAMS, lr=0.01, <foreach=True|foreach=False|fused=True>)",
+    "Adagrad(PARAMS, lr=0.05)",
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A statement, or a block of them."""
+
+    kind: str
+    text: str = ""
+    body: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    seed: int
+    setup: tuple[str, ...]
+    step: tuple[str, ...]
+    body: tuple[Part, ...]
+
+
+def recipe(seed: int) -> Recipe:
+    dice = random.Random(seed)
+    width = dice.choice([4, 4, 6, 12, 40, 200])
+    placements = ["{'': 'worker1'}", "{'one': 'worker1', 'two': 'worker2'}", "{'norm': 'worker2'}", "{'two': 'worker1'}"]
+    params = "[p for p in n0.parameters()]"
+    setup = (
+        f"D = {width}",
+        f"draw = torch.Generator().manual_seed({seed})",
+        *(f"{name} = {_made(dice)}" for name in TENSORS),
+        f"n0 = place(Net(D, 3), {dice.choice(placements)})",
+        f"optimizer = torch.optim.{drawn(dice.choice(OPTIMIZERS), dice).replace('PARAMS', params)}",
+        f"m0 = rpc.remote('{dice.choice(WORKERS)}', Net, (D, 5))",
+        f"remote_module = rpc.nn.RemoteModule('{dice.choice(WORKERS)}', Net, (D, 7))",
+        "m1, m2 = remote_module.get_module_rref(), rpc.RRef(n0)",
+        f"r0, r1 = rpc.remote('{dice.choice(WORKERS)}', same, (t0.clone(),)), rpc.RRef(t1.detach().clone())",
+        f"owners = {dice.choice(['(m0,)', '(m0, m1)', '(m1, m2)', '(m0, m1, m2)', '(m2,)'])}",
+        "references = [p for m in owners for p in rpc.rpc_sync(m.owner_name(), parameters_of, (m,))]",
+        "distributed = rpc.optim.DistributedOptimizer(torch.optim."
+        + drawn(dice.choice(OPTIMIZERS), dice).replace("(PARAMS,", ", references,"),
+    )
+    step = tuple(_statement(dice, dice.choice(LOCAL), ["a", "b", "c", "e"]) for _ in range(dice.choice([1, 2, 3, 4])))
+    if dice.random() < 0.3:
+        step += (_statement(dice, dice.choice(CALLS[:3]), ["a", "b", "c", "e"]),)
+    if dice.random() < 0.6:
+        step += (_statement(dice, "optimizer.zero_grad()\n(n0({t}) * {t}).sum().backward()\noptimizer.step()", ["a", "b", "c", "e"]),)
+    return Recipe(seed, setup, step, _body(dice, dice.choice([6, 10, 16, 24]), 0, False, False))
+
+
+def _made(dice: random.Random) -> str:
+    text = "torch.randn(D, D, generator=draw)"
+    place = dice.choice(["", "", "worker1", "worker2"])
+    text = f"at({text}, '{place}')" if place else text
+    return text + dice.choice(["", ".requires_grad_()", ".t()", ""])
+
+
+def _body(dice: random.Random, length: int, depth: int, context: bool, thread: bool) -> tuple[Part, ...]:
+    parts = []
+    for _ in range(length):
+        roll = dice.random()
+        if depth < 3 and roll < 0.16:
+            kinds = list(MODES)[: 3 if thread else None]
+            kinds += [] if context else ["context"] * 6
+            kinds += [] if context or thread else ["threads"]
+            kind = dice.choice(kinds)
+            parts.append(Part(kind, *_block(dice, kind, depth, context, thread)))
+        else:
+            tables = [LOCAL, LOCAL, CALLS, CALLS]
+            tables += [] if thread else [MODELS, MODELS]
+            tables += [] if context else [REPEATED] if thread else [TRAINING, REPEATED]
+            table = dice.choice(tables[:4] if thread else tables)
+            parts.append(Part("statement", _statement(dice, dice.choice(table), TENSORS)))
+        if dice.random() < 0.2:
+            parts.append(Part("statement", f"keep('{dice.choice(TENSORS)}', seen({dice.choice(TENSORS)}))"))
+    return tuple(parts)
+
+
+def _block(dice: random.Random, kind: str, depth: int, context: bool, thread: bool) -> tuple[str, tuple[Part, ...]]:
+    length = dice.choice([1, 2, 4, 6])
+    if kind == "threads":
+        bodies = (_body(dice, length, depth + 1, False, True) for _ in range(2))
+        return "", tuple(Part("thread", "", body) for body in bodies)
+    if kind == "context":
+        losses = " + ".join(dice.sample(TENSORS, dice.choice([1, 2, 3])))
+        return losses, _body(dice, length, depth + 1, True, thread)
+    return MODES[kind], _body(dice, length, depth + 1, context, thread)
+
+
+def _statement(dice: random.Random, text: str, tensors: list[str]) -> str:
+    once = {"T": dice.choice(tensors), "U": dice.choice(tensors), "r": dice.choice(REFERENCES), "m": dice.choice(MODULES)}
+
+    def hole(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in once:
+            return once[name]
+        if name == "call" or name == "late":
+            text = drawn(dice.choice(CALL), dice)
+            return _filled(text.replace("{t}", "{t}.clone()") if name == "late" else text)
+        if name == "local":
+            return _filled(drawn(dice.choice(LOCAL), dice))
+        choices = {
+            "t": tensors,
+            "w": [*WORKERS, *WORKERS, *WORKERS, "worker0"],
+            "o": [*WORKERS, *WORKERS, "worker0"],
+            "p": WORKERS,
+            "same": ["double", "same", "in_place", "turned"],
+        }
+        return dice.choice(choices[name]) if name in choices else found[0]
+
+    def _filled(text: str) -> str:
+        return re.sub(r"\{(\w+)\}", hole, text)
+
+    text = _filled(drawn(text, dice))
+    got = ".to_here()" if ".remote()." in text else ".wait()" if ".rpc_async()." in text else ""
+    return text.replace("{got}", got)
+
+
+def source(made: Recipe) -> str:
+    """The program's text."""
+    counter = iter(range(10**6))
+    lines = [
+        "import copy, io, threading",
+        "import torch",
+        "import mixed_calls",
+        "from mixed_calls import *",
+        "",
+        "def program(place, keep):",
+        "    rpc, attempt, pending = mixed_calls.rpc, attempts(keep), []",
+        *_in(list(made.setup)),
+        "    def step(a, b):",
+        "        c, e = a * 2, b + a",
+        *_in(_in([line for text in made.step for line in text.split("\n")])),
+        "        return c.detach(), e.detach()",
+        "    graphed = rpc.graphed(step)",
+        *_in(_lines(made.body, counter)),
+        f"    keep('tensors', seen({', '.join(TENSORS)}, *n0.parameters()))",
+        "    keep('optimizer', optimizer)",
+        "    for m in (m0, m1):",
+        "        keep('state', rpc.rpc_sync(m.owner_name(), state_of, (m,)))",
+        "    keep('references', seen(r0.to_here(), r1.to_here()))",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _lines(parts: tuple[Part, ...], counter: Iterator[int]) -> list[str]:
+    lines: list[str] = []
+    names = ", ".join(TENSORS)
+    for part in parts:
+        if part.kind == "statement":
+            lines += [f"with attempt({next(counter)}):", *_in(part.text.split("\n"))]
+        elif part.kind == "context":
+            lines += ["kept = pending, r0, r1", "with rpc.autograd.context() as context:", "    pending = []"]
+            lines += _in(_lines(part.body, counter))
+            lines += [f"    with attempt({next(counter)}):"]
+            lines += _in(_in([f"loss = ({part.text}).sum()", "rpc.autograd.backward(context, [loss])"]))
+            lines += _in(_in([f"found = [rpc.autograd.get_gradients(context).get(t) for t in ({names}, *n0.parameters())]"]))
+            lines += _in(_in(["keep('gradients', [None if g is None else g.detach() for g in found])"]))
+            lines += _in(_in(["for m in (m0, m1):"]))
+            lines += _in(_in(["    keep('there', rpc.rpc_sync(m.owner_name(), gradients_of, (context, m)))"]))
+            lines += _in(_in(["distributed.step(context)"]))
+            lines += ["pending, r0, r1 = kept", f"{names} = settled({names})"]
+        elif part.kind == "threads":
+            for number, thread in enumerate(part.body):
+                lines += [f"def thread{number}(keep, {names}, r0=r0, r1=r1):", "    attempt, pending = attempts(keep), []"]
+                lines += [*_in(_lines(thread.body, counter)), f"    keep('tensors', seen({names}))"]
+            lines += [f"in_threads(keep, [{', '.join(f'thread{n}' for n in range(len(part.body)))}], [{names}])"]
+        else:
+            lines += [f"with {part.text}:", *_in(_lines(part.body, counter) or ["pass"]), f"{names} = settled({names})"]
+    return lines
+
+
+def _in(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def smaller(made: Recipe) -> Iterator[Recipe]:
+    """The same with one thing less."""
+    for body in _less(made.body):
+        yield replace(made, body=body)
+    for n in range(len(made.step)):
+        yield replace(made, step=made.step[:n] + made.step[n + 1 :])
+
+
+def _less(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
+    half = len(parts) // 2
+    if half > 1:
+        yield parts[:half]
+        yield parts[half:]
+    for n, part in enumerate(parts):
+        yield parts[:n] + parts[n + 1 :]
+        if part.kind not in ("statement", "context", "threads", "thread"):
+            yield parts[:n] + part.body + parts[n + 1 :]
+    for n, part in enumerate(parts):
+        for body in _less(part.body):
+            yield (*parts[:n], replace(part, body=body), *parts[n + 1 :])
+
+
+def shrunk(made: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
+    """A recipe that still ``fails`` and of which nothing can be taken away."""
+    while less := next((less for less in smaller(made) if fails(less)), None):
+        made = less
+    return made
