@@ -5,6 +5,7 @@ There a place is nothing, a call is a call of a copy of its arguments, and distr
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import copy
@@ -194,7 +195,7 @@ def attempts(keep: Callable[[str, Any], None]) -> Callable[[int], Any]:
 
 def _plain(error: Exception) -> Exception:
     """Without its text, of its first class that is Python's own. What is refused by name stays what it is."""
-    kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    kinds = [kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
     if type(error).__name__ == "NotSupported":
         return error
     special = [kind for kind in kinds if kind is not RuntimeError]
@@ -226,6 +227,8 @@ def in_threads(keep: Callable[[str, Any], None], functions: list[Any], values: l
     threads = [threading.Thread(target=run, args=(n, own[n])) for n in range(len(functions))]
     for thread in threads:
         thread.start()
+        if isinstance(rpc, Alone):  # a default dtype is one for all threads
+            thread.join()
     for thread in threads:
         thread.join()
     for number, each in enumerate(kept):
@@ -237,10 +240,14 @@ def in_threads(keep: Callable[[str, Any], None], functions: list[Any], values: l
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     kept = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
+    if isinstance(rpc, Alone):
+        rpc.dtype = dtype
     try:
         yield
     finally:
         torch.set_default_dtype(kept)
+        if isinstance(rpc, Alone):
+            rpc.dtype = kept
 
 
 @contextlib.contextmanager
@@ -325,6 +332,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.here = _Here()
+        self.dtype = torch.float32
         self._contexts: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
         self.autograd = types.SimpleNamespace(context=self._context, backward=self._backward, get_gradients=self._contexts.get)
         self.optim = types.SimpleNamespace(DistributedOptimizer=self._optimizer)
@@ -343,14 +351,9 @@ class Alone:
         return _Reference(self, self.here.worker, lambda: value)
 
     def rpc_sync(self, to: str, func: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = self.here.worker
         sent = self.sent((args, kwargs or {}))
-        self.here.worker = to
-        try:
-            with self._own_modes():
-                found = func(*sent[0], **sent[1])
-        finally:
-            self.here.worker = kept
+        with self._at(to):
+            found = func(*sent[0], **sent[1])
         return self.sent(found)
 
     def rpc_async(self, to: str, func: Any, args: Any = (), kwargs: Any = None) -> _Future:
@@ -358,14 +361,9 @@ class Alone:
 
     def remote(self, to: str, func: Any, args: Any = (), kwargs: Any = None) -> _Reference:
         def made() -> Any:
-            kept = self.here.worker
             sent = self.sent((args, kwargs or {}))
-            self.here.worker = to
-            try:
-                with self._own_modes():
-                    return func(*sent[0], **sent[1])
-            finally:
-                self.here.worker = kept
+            with self._at(to):
+                return func(*sent[0], **sent[1])
 
         return _Reference(self, to, made)
 
@@ -398,15 +396,17 @@ class Alone:
         return item(value)
 
     @contextlib.contextmanager
-    def _own_modes(self) -> Iterator[None]:
-        """Those of a worker."""
-        kept = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
+    def _at(self, worker: str) -> Iterator[None]:
+        """With the modes of a worker."""
+        kept = torch.get_default_dtype(), self.here.worker
+        torch.set_default_dtype(self.dtype if worker == "worker0" else torch.float32)
+        self.here.worker = worker
         try:
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
                 yield
         finally:
-            torch.set_default_dtype(kept)
+            torch.set_default_dtype(kept[0])
+            self.here.worker = kept[1]
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[int]:

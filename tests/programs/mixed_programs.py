@@ -255,7 +255,9 @@ def source(made: Recipe) -> str:
         "    keep('optimizer', optimizer)",
         "    for m in (m0, m1):",
         "        keep('state', rpc.rpc_sync(m.owner_name(), state_of, (m,)))",
-        "    keep('references', seen(r0.to_here(), r1.to_here()))",
+        "    for r in (r0, r1):",
+        "        with attempt(-1):",
+        "            keep('reference', seen(r.to_here()))",
         "",
     ]
     return "\n".join(lines)
@@ -280,7 +282,8 @@ def _lines(parts: tuple[Part, ...], counter: Iterator[int]) -> list[str]:
             lines += ["pending, r0, r1 = kept", f"{names} = settled({names})"]
         elif part.kind == "threads":
             for number, thread in enumerate(part.body):
-                lines += [f"def thread{number}(keep, {names}, r0=r0, r1=r1):", "    attempt, pending = attempts(keep), []"]
+                lines += [f"def thread{number}(keep, {names}):", "    attempt, pending = attempts(keep), []"]
+                lines += ["    r0, r1 = rpc.RRef(t0.clone()), rpc.remote('worker1', same, (t1.clone(),))"]
                 lines += [*_in(_lines(thread.body, counter)), f"    keep('tensors', seen({names}))"]
             lines += [f"in_threads(keep, [{', '.join(f'thread{n}' for n in range(len(part.body)))}], [{names}])"]
         else:
