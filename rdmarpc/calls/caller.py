@@ -106,7 +106,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     elif kind == GRADIENTS:
         payload, tensors = b"", serialize.flat(args)
         if tensors is None:
-            payload, tensors = serialize.dumps(args, to)
+            payload, tensors = serialize.dumps(args, to, parts=parts)
         else:
             flags |= FLAT
     elif not kwargs and (tensors := serialize.flat(args)) is not None:
@@ -228,6 +228,8 @@ class Caller:
                 if out.lent:
                     flags, pending.keep = flags | READS, out.lent
                     out = _recallable(pending, out, self.device, memory) if out.own else out
+            if parts:
+                pending.hold(parts)
             places = _expect(pending) if pending.key in link.grants.result_sizes else b""
             if out.grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:

@@ -180,13 +180,15 @@ if dist.is_available():
 
 
 def _reduce(value: RemoteTensor, message: Message) -> Any:
-    """What lies at the receiver does not cross: it arrives there as a copy of what it is there. Anything else comes here
-    first."""
+    """What lies at the receiver of a call does not cross: it arrives there as a copy of what it is there, and is kept here until
+    the call is answered. Anything else comes here first; results do, too, as nobody would keep them."""
     stream = value._handle.stream
-    if message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
+    if message.reply or message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
         found = value.cpu()  # gradients go back through it
         return message.reduce(found if torch.is_grad_enabled() else found.requires_grad_(value.requires_grad))
     stream.synchronize()
+    if not value.requires_grad:
+        message.parts.append(value)
     where = stream.key, *value._words, value._meta.geometry.plain(), value.requires_grad
     return message.in_parts(value, (lying, where))
 
