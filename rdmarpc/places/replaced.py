@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..base import here
+from ..message.reducers import reduce_parameter
 from ..message.serialize import Message, register_reducer
 from ..transport import NotSupported
 from .geometry import Geometry, view
 from .names import DEVICE
 from .runners import running
-from .tensor import RemoteTensor
+from .tensor import OWN, RemoteTensor
 from .wrap import exchange
 
 
@@ -182,6 +183,9 @@ if dist.is_available():
 def _reduce(value: RemoteTensor, message: Message) -> Any:
     """What lies at the receiver of a call does not cross: it arrives there as a copy of what it is there, and is kept here until
     the call is answered. Anything else comes here first; results do, too, as nobody would keep them."""
+    if isinstance(value, nn.Parameter):
+        made, (plain, requires_grad, had) = reduce_parameter(value, message)
+        return made, (plain, requires_grad, {name: had[name] for name in had if name not in (*OWN, "_is_param")})
     stream = value._handle.stream
     if message.reply or message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
         found = value.cpu()  # gradients go back through it

@@ -426,7 +426,7 @@ class Alone:
         kept = self._contexts[context_id]
         for leaf, gradient in zip(leaves, gradients):
             if gradient is not None:
-                kept[leaf] = kept[leaf] + gradient if leaf in kept else gradient.clone()
+                kept[leaf] = kept[leaf] + gradient if leaf in kept else torch.empty_like(leaf).copy_(gradient)
 
     def _optimizer(self, kind: Any, rrefs: list[Any], **options: Any) -> Any:
         owners = collections.defaultdict(list)
@@ -475,3 +475,4 @@ def _leaves(roots: list[torch.Tensor]) -> list[torch.Tensor]:
             found[id(node.variable)] = node.variable
         todo += [after for after, _ in node.next_functions]
     return list(found.values())
+

@@ -201,6 +201,8 @@ def _block(dice: random.Random, kind: str, depth: int, context: bool, thread: bo
     if kind == "context":
         losses = " + ".join(dice.sample(TENSORS, dice.choice([1, 2, 3])))
         return losses, _body(dice, length, depth + 1, True, thread)
+    if kind == "autocast":  # a backward within would run under it here alone
+        context = True
     return MODES[kind], _body(dice, length, depth + 1, context, thread)
 
 
@@ -275,7 +277,7 @@ def _lines(parts: tuple[Part, ...], counter: Iterator[int]) -> list[str]:
             lines += [f"    with attempt({next(counter)}):"]
             lines += _in(_in([f"loss = ({part.text}).sum()", "rpc.autograd.backward(context, [loss])"]))
             lines += _in(_in([f"found = [rpc.autograd.get_gradients(context).get(t) for t in ({names}, *n0.parameters())]"]))
-            lines += _in(_in(["keep('gradients', [None if g is None else g.detach() for g in found])"]))
+            lines += _in(_in(["keep('gradients', [None if g is None else g.detach().contiguous() for g in found])"]))
             lines += _in(_in(["for m in (m0, m1):"]))
             lines += _in(_in(["    keep('there', rpc.rpc_sync(m.owner_name(), gradients_of, (context, m)))"]))
             lines += _in(_in(["distributed.step(context)"]))
