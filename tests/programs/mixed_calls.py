@@ -293,8 +293,15 @@ class _Reference(_Future):
     def to_here(self) -> Any:
         if self._alone.here.worker == self._owner:
             return self.wait()
-        value = self._alone.sent(self.wait(), fetched=True)
-        return value
+        value, found = self.wait(), self._alone.sent(self.wait())
+        if isinstance(value, torch.Tensor) and found.requires_grad and found.is_leaf and torch.is_grad_enabled():
+            found.register_hook(lambda gradient: self._on(value, gradient))
+        return found
+
+    def _on(self, value: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A backward pass without a context goes on at the owner."""
+        if self._alone.here.context is None:
+            value.backward(gradient)
 
     def _proxy(self, call: Callable[..., Any]) -> Any:
         reference = self
@@ -344,8 +351,8 @@ class Alone:
     def wrap(self, net: nn.Module, placement: Any) -> nn.Module:
         return net
 
-    def graphed(self, step: Any, check: int = 0) -> Any:
-        return step
+    def graphed(self, step: Any) -> Any:
+        return lambda *args: [found.clone() for found in step(*args)]  # results are new tensors
 
     def RRef(self, value: Any) -> _Reference:
         return _Reference(self, self.here.worker, lambda: value)
@@ -367,7 +374,7 @@ class Alone:
 
         return _Reference(self, to, made)
 
-    def sent(self, value: Any, fetched: bool = False) -> Any:
+    def sent(self, value: Any) -> Any:
         """As it arrives: connected in an autograd context, under grad mode; else on its own."""
         connected = self.here.context is not None and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         memo: dict[int, Any] = {}

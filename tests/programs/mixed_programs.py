@@ -32,10 +32,10 @@ LOCAL = """
 {T} = {t} + torch.full((), 0.5)
 {T} = at({t}, "{p}")
 {T} = home({t})
-{T}.<mul_(0.5)|add_({t})|copy_({t})|t().mul_({t})|data.mul_(0.9)|sub_(1).neg_()>
-{T}[1:3].<add_({t}[0:2])|copy_({t}[1:3])|zero_()>
-{T}[:, 0] = <{t}[0]|1.0>
-torch._foreach_<add_|mul_>([{T}, {t}], 0.5)
+{T}.<mul_(0.5)|add_({t}.clone())|copy_({t}.clone())|t().mul_({t}.clone())|data.mul_(0.9)|sub_(1).neg_()>
+{T}[1:3].<add_({t}[0:2].clone())|copy_({t}[1:3].clone())|zero_()>
+{T}[:, 0] = <{t}[0].clone()|1.0>
+torch._foreach_<add_|mul_>([{T}, {t}.clone()], 0.5)
 {T} = {t} / {t}.abs().max().item()
 {T} = {t} @ torch.eye(D)
 """.strip().split("\n")
@@ -81,7 +81,7 @@ MODELS = [
     "{T} = n0({t})",
     "{T} = rpc.rpc_sync('{w}', applied, (<n0|copy.deepcopy(n0)>, {t}))",
     "{T} = rpc.rpc_sync('{w}', <double|in_place|same>, (n0.<one|two>.weight<|.t()|.detach()>,))",
-    "with torch.no_grad():\n    n0.<one|two>.weight.<mul_(0.9)|add_({t} * 0.1)|copy_({t})>",
+    "with torch.no_grad():\n    n0.<one|two>.weight.<mul_(0.9)|add_({t} * 0.1)|copy_({t}.clone())>",
     "state = copy.deepcopy(n0.state_dict())\n{T} = n0({t})\nn0.load_state_dict(state)",
     "file = io.BytesIO()\ntorch.save({'n': n0.state_dict(), 't': {t}}, file)\nfile.seek(0)\nloaded = torch.load(file)\n"
     "n0.load_state_dict(loaded['n'])\n{T} = loaded['t']",
@@ -99,7 +99,7 @@ TRAINING = [
 ]
 
 REPEATED = [
-    "for call in range(<3|4|6>):\n    {T}, {U} = graphed({t}.detach(), {t}.detach())\n    keep('repeated', seen({t}, *n0.parameters()))",
+    "for call in range(<3|4|6>):\n    {T}, {U} = graphed({t}.detach(), {t}.detach())\n    keep('repeated', seen({t}, *n0.parameters(), *n0.buffers()))",
     "{T}, {U} = graphed({t}.detach(), {t}.detach())",
     "{T}, {U} = graphed({t}.detach(), {t}.detach())",
 ]
@@ -179,7 +179,7 @@ def _body(dice: random.Random, length: int, depth: int, context: bool, thread: b
         if depth < 3 and roll < 0.16:
             kinds = list(MODES)[: 3 if thread else None]
             kinds += [] if context else ["context"] * 6
-            kinds += [] if context or thread else ["threads"]
+            kinds += [] if context or thread or depth else ["threads"]
             kind = dice.choice(kinds)
             parts.append(Part(kind, *_block(dice, kind, depth, context, thread)))
         else:
