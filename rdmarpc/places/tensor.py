@@ -927,8 +927,8 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if len(_views) >= _FORMS:
                 _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
-    if _inference() and not base.is_inference():
-        with torch.inference_mode(False):  # as what it is a view of
+    if _inference() != base.is_inference():
+        with torch.inference_mode(base.is_inference()):  # as what it is a view of
             return _viewed(base, known)
     return _viewed(base, known)
 
@@ -1002,12 +1002,14 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = _tensors((args, kwargs))
+    versioned = [each for each in args[0] if not each.is_inference()] if op.raises_versions else []
+    if op.raises_versions and len(versioned) < len(args[0]) and not _inference():
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     if any(place_of(each) is not place for each in tensors):
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
-    if op.raises_versions:
-        torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+    torch.autograd.graph.increment_version(versioned)
     return out
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rdmarpc.functions import async_execution
+
 rpc: Any = None
 """``rdmarpc``, or ``Alone()`` while one process says what is right: what functions use that call on."""
 
@@ -136,6 +138,11 @@ def on_fails(x, to):
         return x - 1
 
 
+@async_execution
+def later(x, to):
+    return rpc.rpc_async(to, product, (x, x)).then(lambda done: done.wait() + x)
+
+
 def fetched(rref):
     return rref.to_here() * 2
 
@@ -250,6 +257,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
             rpc.dtype = kept
 
 
+def made_on(place: str) -> Any:
+    """Tensors are made there."""
+    return contextlib.nullcontext() if isinstance(rpc, Alone) else rpc.device(place)
+
+
+def closed(net: nn.Module) -> None:
+    if not isinstance(rpc, Alone):
+        net.close()
+
+
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
@@ -276,7 +293,8 @@ class _Future:
             raise self._error
         return self._value
 
-    value = wait
+    def then(self, callback: Callable[[_Future], Any]) -> _Future:
+        return _Future(lambda: callback(self))
 
 
 class _Reference(_Future):
@@ -351,6 +369,17 @@ class Alone:
     def wrap(self, net: nn.Module, placement: Any) -> nn.Module:
         return net
 
+    def serve(self, net: nn.Module, servers: Any, optimizer: Any, name: str, **options: Any) -> nn.Module:
+        net.optimizer = optimizer(net.parameters(), **options)
+        return net
+
+    def save_checkpoint(self, state: dict[str, Any], folder: str) -> None:
+        torch.save({name: each.state_dict() for name, each in state.items()}, f"{folder}/state")
+
+    def load_checkpoint(self, state: dict[str, Any], folder: str) -> None:
+        for name, each in torch.load(f"{folder}/state").items():
+            state[name].load_state_dict(each)
+
     def graphed(self, step: Any) -> Any:
         return lambda *args: [found.clone() for found in step(*args)]  # results are new tensors
 
@@ -361,6 +390,7 @@ class Alone:
         sent = self.sent((args, kwargs or {}))
         with self._at(to):
             found = func(*sent[0], **sent[1])
+            found = found.wait() if type(found) is _Future else found
         return self.sent(found)
 
     def rpc_async(self, to: str, func: Any, args: Any = (), kwargs: Any = None) -> _Future:
@@ -370,7 +400,8 @@ class Alone:
         def made() -> Any:
             sent = self.sent((args, kwargs or {}))
             with self._at(to):
-                return func(*sent[0], **sent[1])
+                found = func(*sent[0], **sent[1])
+                return found.wait() if type(found) is _Future else found
 
         return _Reference(self, to, made)
 

@@ -46,7 +46,7 @@ CALL = [
     "fails, ({t},)",
     "<added|product>, ({t}, {t})",
     "<there|by_way_of>, ({t}, '{p}')",
-    "<on|on_late|on_kept|on_fails>, ({t}, '{o}')",
+    "<on|on_late|on_kept|on_fails|later|there>, ({t}, '{o}')",
 ]
 
 CALLS = [
@@ -87,6 +87,22 @@ MODELS = [
     "n0.load_state_dict(loaded['n'])\n{T} = loaded['t']",
     "n0.load_state_dict(rpc.rpc_sync({m}.owner_name(), state_of, ({m},)))",
     "{T} = copy.deepcopy(n0)({t})",
+    "with tempfile.TemporaryDirectory() as folder:\n    rpc.save_checkpoint({'n': n0, 'o': optimizer}, folder)\n    {T} = n0({t})\n"
+    "    with torch.no_grad():\n        n0.one.weight.mul_(0.5)\n    rpc.load_checkpoint({'n': n0, 'o': optimizer}, folder)",
+    "closed(n0)",
+    "closed(n0)\nn0 = place(n0, {'<one|two|norm|>': '{w}'})",
+]
+
+SERVED = [
+    "served(<{t}|{t}.detach()>).sum().backward()\nserved.optimizer.step()\nserved.optimizer.zero_grad()",
+    "{T} = served({t})",
+    "{T} = served({t}).detach()",
+    "{T} = rpc.rpc_sync('{w}', applied, (served, {t}))",
+    "served.load_state_dict(copy.deepcopy(served.state_dict()))",
+    "served.load_state_dict(rpc.rpc_sync({m}.owner_name(), state_of, ({m},)))",
+    "with torch.no_grad():\n    served.two.weight.<mul_(0.9)|add_({t} * 0.1)|copy_({t}.clone())>",
+    "keep('served', seen(*served.parameters(), *served.buffers()))",
+    "keep('served', served.optimizer.state_dict())",
 ]
 
 TRAINING = [
@@ -110,9 +126,10 @@ MODES = {
     "autocast": "torch.autocast('cpu', torch.bfloat16)",
     "dtype": "default_dtype(torch.float64)",
     "strict": "deterministic()",
+    "device": "made_on('worker1')",
 }
 
-OPTIMIZERS = [
+OPTIMIZERS = [  # fused ones write unseen by autograd, but where a graph is posted again
     "SGD(PARAMS, lr=0.1, momentum=<0|0.9>, <foreach=True|foreach=False|fused=True|weight_decay=0.1>)",
     "Adam(PARAMS, lr=0.01, <foreach=True|foreach=False|fused=True|amsgrad=True>)",
     "AdamW(PARAMS, lr=0.01, <foreach=True|foreach=False|fused=True>)",
@@ -133,6 +150,7 @@ class Part:
 class Recipe:
     seed: int
     setup: tuple[str, ...]
+    served: bool
     step: tuple[str, ...]
     body: tuple[Part, ...]
 
@@ -162,7 +180,12 @@ def recipe(seed: int) -> Recipe:
         step += (_statement(dice, dice.choice(CALLS[:3]), ["a", "b", "c", "e"]),)
     if dice.random() < 0.6:
         step += (_statement(dice, "optimizer.zero_grad()\n(n0({t}) * {t}).sum().backward()\noptimizer.step()", ["a", "b", "c", "e"]),)
-    return Recipe(seed, setup, step, _body(dice, dice.choice([6, 10, 16, 24]), 0, False, False))
+    served = dice.random() < 0.3
+    if served:
+        options = dice.choice(["torch.optim.SGD, name='M', lr=0.1, momentum=0.9", "torch.optim.Adam, name='M', lr=0.01"])
+        servers = dice.choice(["['worker1']", "['worker1', 'worker2']"])
+        setup += (f"served = rpc.serve(Net(D, 9), {servers}, {options})".replace("'M'", f"'M{seed}'"),)
+    return Recipe(seed, setup, served, step, _body(dice, dice.choice([6, 10, 16, 24]), 0, False, False, served))
 
 
 def _made(dice: random.Random) -> str:
@@ -172,19 +195,19 @@ def _made(dice: random.Random) -> str:
     return text + dice.choice(["", ".requires_grad_()", ".t()", ""])
 
 
-def _body(dice: random.Random, length: int, depth: int, context: bool, thread: bool) -> tuple[Part, ...]:
+def _body(dice: random.Random, length: int, depth: int, context: bool, thread: bool, served: bool) -> tuple[Part, ...]:
     parts = []
     for _ in range(length):
         roll = dice.random()
         if depth < 3 and roll < 0.16:
             kinds = list(MODES)[: 3 if thread else None]
-            kinds += [] if context else ["context"] * 6
+            kinds += [] if context else ["context"] * 6 + ["left"]
             kinds += [] if context or thread or depth else ["threads"]
             kind = dice.choice(kinds)
-            parts.append(Part(kind, *_block(dice, kind, depth, context, thread)))
+            parts.append(Part(kind, *_block(dice, kind, depth, context, thread, served)))
         else:
             tables = [LOCAL, LOCAL, CALLS, CALLS]
-            tables += [] if thread else [MODELS, MODELS]
+            tables += [] if thread else [MODELS, MODELS, *([SERVED, SERVED] if served else [])]
             tables += [] if context else [REPEATED] if thread else [TRAINING, REPEATED]
             table = dice.choice(tables[:4] if thread else tables)
             parts.append(Part("statement", _statement(dice, dice.choice(table), TENSORS)))
@@ -193,17 +216,19 @@ def _body(dice: random.Random, length: int, depth: int, context: bool, thread: b
     return tuple(parts)
 
 
-def _block(dice: random.Random, kind: str, depth: int, context: bool, thread: bool) -> tuple[str, tuple[Part, ...]]:
+def _block(dice: random.Random, kind: str, depth: int, context: bool, thread: bool, served: bool) -> tuple[str, tuple[Part, ...]]:
     length = dice.choice([1, 2, 4, 6])
     if kind == "threads":
-        bodies = (_body(dice, length, depth + 1, False, True) for _ in range(2))
+        bodies = (_body(dice, length, depth + 1, False, True, False) for _ in range(2))
         return "", tuple(Part("thread", "", body) for body in bodies)
-    if kind == "context":
+    if kind in ("context", "left"):
         losses = " + ".join(dice.sample(TENSORS, dice.choice([1, 2, 3])))
-        return losses, _body(dice, length, depth + 1, True, thread)
+        losses = f"({losses}).sum()" + dice.choice(["", "", f", ({dice.choice(TENSORS)} * 2).sum()"])
+        losses += dice.choice(["", "", "], again"])
+        return losses, _body(dice, length, depth + 1, True, thread, served)
     if kind == "autocast":  # a backward within would run under it here alone
         context = True
-    return MODES[kind], _body(dice, length, depth + 1, context, thread)
+    return MODES[kind], _body(dice, length, depth + 1, context, thread, served)
 
 
 def _statement(dice: random.Random, text: str, tensors: list[str]) -> str:
@@ -239,7 +264,7 @@ def source(made: Recipe) -> str:
     """The program's text."""
     counter = iter(range(10**6))
     lines = [
-        "import copy, io, threading",
+        "import contextlib, copy, io, tempfile, threading",
         "import torch",
         "import mixed_calls",
         "from mixed_calls import *",
@@ -257,6 +282,7 @@ def source(made: Recipe) -> str:
         "    keep('optimizer', optimizer)",
         "    for m in (m0, m1):",
         "        keep('state', rpc.rpc_sync(m.owner_name(), state_of, (m,)))",
+        *(["    keep('served', seen(*served.parameters()))", "    closed(served)"] if made.served else []),
         "    for r in (r0, r1):",
         "        with attempt(-1):",
         "            keep('reference', seen(r.to_here()))",
@@ -271,11 +297,17 @@ def _lines(parts: tuple[Part, ...], counter: Iterator[int]) -> list[str]:
     for part in parts:
         if part.kind == "statement":
             lines += [f"with attempt({next(counter)}):", *_in(part.text.split("\n"))]
+        elif part.kind == "left":
+            lines += ["kept = pending, r0, r1", "with contextlib.suppress(ZeroDivisionError), rpc.autograd.context():"]
+            lines += _in(["pending = []", *_lines(part.body, counter), "1 / 0"])
+            lines += ["pending, r0, r1 = kept", f"{names} = settled({names})"]
         elif part.kind == "context":
             lines += ["kept = pending, r0, r1", "with rpc.autograd.context() as context:", "    pending = []"]
             lines += _in(_lines(part.body, counter))
             lines += [f"    with attempt({next(counter)}):"]
-            lines += _in(_in([f"loss = ({part.text}).sum()", "rpc.autograd.backward(context, [loss])"]))
+            loss, _, rest = part.text.partition("], ")
+            lines += _in(_in([f"rpc.autograd.backward(context, [{loss}]{', retain_graph=True' if rest else ''})"]))
+            lines += _in(_in([f"rpc.autograd.backward(context, [{loss}])"])) if rest else []
             lines += _in(_in([f"found = [rpc.autograd.get_gradients(context).get(t) for t in ({names}, *n0.parameters())]"]))
             lines += _in(_in(["keep('gradients', [None if g is None else g.detach().contiguous() for g in found])"]))
             lines += _in(_in(["for m in (m0, m1):"]))
@@ -312,7 +344,7 @@ def _less(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
         yield parts[half:]
     for n, part in enumerate(parts):
         yield parts[:n] + parts[n + 1 :]
-        if part.kind not in ("statement", "context", "threads", "thread"):
+        if part.kind in MODES:
             yield parts[:n] + part.body + parts[n + 1 :]
     for n, part in enumerate(parts):
         for body in _less(part.body):
