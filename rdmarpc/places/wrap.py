@@ -301,6 +301,7 @@ def _remote(module: nn.Module) -> list[RemoteTensor]:
     return [each for each in every if type(each) is RemoteTensor]
 
 
+@torch.inference_mode(False)  # what was usable in autograd before is so afterwards
 def come_home(net: nn.Module) -> None:
     """Have all tensors of a model lie in this process, in place. What lay over each other does so here."""
     storages: dict[int, torch.Tensor] = {}
@@ -309,6 +310,7 @@ def come_home(net: nn.Module) -> None:
             exchange(tensor, brought(tensor, storages))
 
 
+@torch.inference_mode(False)
 def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     """Move tensors to their places, in place: who holds a parameter holds it afterwards. Tensors that overlap in memory move as
     one, to where the first of them goes; other attributes of modules move with what they overlap. Nothing has moved when an

@@ -317,9 +317,9 @@ class _Reference(_Future):
         return found
 
     def _on(self, value: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A backward pass without a context goes on at the owner."""
+        """A backward pass without a context goes on at the owner when it is over here."""
         if self._alone.here.context is None:
-            value.backward(gradient)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: value.backward(gradient))
 
     def _proxy(self, call: Callable[..., Any]) -> Any:
         reference = self

@@ -201,6 +201,7 @@ def _body(dice: random.Random, length: int, depth: int, context: bool, thread: b
         roll = dice.random()
         if depth < 3 and roll < 0.16:
             kinds = list(MODES)[: 3 if thread else None]
+            kinds = [kind for kind in kinds if kind != "dtype" or not served]  # servers count in their own
             kinds += [] if context else ["context"] * 6 + ["left"]
             kinds += [] if context or thread or depth else ["threads"]
             kind = dice.choice(kinds)
