@@ -174,12 +174,12 @@ def dumps(
     waits: bool = False,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
-        in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that travel in parts and
-        require grad, or have to be kept until there is an answer. ``reply``: it is an answer, for which other device maps count. ``waits``: the program goes on
-    only when all has been read, so large buffers are not copied.
+    in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that travel in parts and
+    require grad, or have to be kept until there is an answer. ``reply``: it is an answer, for which other device maps count.
+    ``waits``: the program goes on only when all has been read, so large buffers are not copied.
 
-        If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
-        memory that it lends (``undo``)."""
+    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
+    memory that it lends (``undo``)."""
     file = io.BytesIO()
     message = Message(to, reply)
     lent = b""

@@ -181,8 +181,8 @@ if dist.is_available():
 
 
 def _reduce(value: RemoteTensor, message: Message) -> Any:
-    """What lies at the receiver of a call does not cross: it arrives there as a copy of what it is there, and is kept here until
-    the call is answered. Anything else comes here first; results do, too, as nobody would keep them."""
+    """What lies at the receiver of a call does not cross: it arrives there as a copy of what it is there, and is kept here
+    until the call is answered. Anything else comes here first; so do results, as nobody would keep them."""
     if isinstance(value, nn.Parameter):
         made, (plain, requires_grad, had) = reduce_parameter(value, message)
         return made, (plain, requires_grad, {name: had[name] for name in had if name not in (*OWN, "_is_param")})

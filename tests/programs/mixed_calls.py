@@ -414,8 +414,7 @@ class Alone:
             if connected and t.requires_grad:
                 return t.clone()
             with torch.inference_mode(False), torch.no_grad():
-                copied = t.detach().clone().requires_grad_(t.requires_grad)
-            return copied
+                return t.detach().clone().requires_grad_(t.requires_grad)
 
         def item(v: Any) -> Any:
             if isinstance(v, torch.Tensor):
@@ -513,4 +512,3 @@ def _leaves(roots: list[torch.Tensor]) -> list[torch.Tensor]:
             found[id(node.variable)] = node.variable
         todo += [after for after, _ in node.next_functions]
     return list(found.values())
-

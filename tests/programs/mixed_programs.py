@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from drawn_programs import drawn
 
@@ -40,7 +41,6 @@ torch._foreach_<add_|mul_>([{T}, {t}.clone()], 0.5)
 {T} = {t} @ torch.eye(D)
 """.strip().split("\n")
 
-ONE = "<double|same|in_place|turned|unwatched|needing|fails>, ({t}<|>,)"
 CALL = [
     "<double|same|in_place|turned|unwatched|needing>, ({t},)",
     "fails, ({t},)",
@@ -87,7 +87,8 @@ MODELS = [
     "n0.load_state_dict(loaded['n'])\n{T} = loaded['t']",
     "n0.load_state_dict(rpc.rpc_sync({m}.owner_name(), state_of, ({m},)))",
     "{T} = copy.deepcopy(n0)({t})",
-    "with tempfile.TemporaryDirectory() as folder:\n    rpc.save_checkpoint({'n': n0, 'o': optimizer}, folder)\n    {T} = n0({t})\n"
+    "with tempfile.TemporaryDirectory() as folder:\n    rpc.save_checkpoint({'n': n0, 'o': optimizer}, folder)\n"
+    "    {T} = n0({t})\n"
     "    with torch.no_grad():\n        n0.one.weight.mul_(0.5)\n    rpc.load_checkpoint({'n': n0, 'o': optimizer}, folder)",
     "closed(n0)",
     "closed(n0)\nn0 = place(n0, {'<one|two|norm|>': '{w}'})",
@@ -115,7 +116,8 @@ TRAINING = [
 ]
 
 REPEATED = [
-    "for call in range(<3|4|6>):\n    {T}, {U} = graphed({t}.detach(), {t}.detach())\n    keep('repeated', seen({t}, *n0.parameters(), *n0.buffers()))",
+    "for call in range(<3|4|6>):\n    {T}, {U} = graphed({t}.detach(), {t}.detach())\n"
+    "    keep('repeated', seen({t}, *n0.parameters(), *n0.buffers()))",
     "{T}, {U} = graphed({t}.detach(), {t}.detach())",
     "{T}, {U} = graphed({t}.detach(), {t}.detach())",
 ]
@@ -179,13 +181,15 @@ def recipe(seed: int) -> Recipe:
     if dice.random() < 0.3:
         step += (_statement(dice, dice.choice(CALLS[:3]), ["a", "b", "c", "e"]),)
     if dice.random() < 0.6:
-        step += (_statement(dice, "optimizer.zero_grad()\n(n0({t}) * {t}).sum().backward()\noptimizer.step()", ["a", "b", "c", "e"]),)
+        step += (
+            _statement(dice, "optimizer.zero_grad()\n(n0({t}) * {t}).sum().backward()\noptimizer.step()", ["a", "b", "c", "e"]),
+        )
     served = dice.random() < 0.3
     if served:
         options = dice.choice(["torch.optim.SGD, name='M', lr=0.1, momentum=0.9", "torch.optim.Adam, name='M', lr=0.01"])
         servers = dice.choice(["['worker1']", "['worker1', 'worker2']"])
         setup += (f"served = rpc.serve(Net(D, 9), {servers}, {options})".replace("'M'", f"'M{seed}'"),)
-    return Recipe(seed, setup, served, step, _body(dice, dice.choice([6, 10, 16, 24]), 0, False, False, served))
+    return Recipe(seed, setup, served, step, _body(dice, dice.choice([6, 10, 16, 24]), Inside(served=served)))
 
 
 def _made(dice: random.Random) -> str:
@@ -195,41 +199,52 @@ def _made(dice: random.Random) -> str:
     return text + dice.choice(["", ".requires_grad_()", ".t()", ""])
 
 
-def _body(dice: random.Random, length: int, depth: int, context: bool, thread: bool, served: bool) -> tuple[Part, ...]:
+class Inside(NamedTuple):
+    """Of what a statement is a part."""
+
+    depth: int = 0
+    context: bool = False
+    thread: bool = False
+    served: bool = False
+
+    def deeper(self, **more: bool) -> Inside:
+        return self._replace(depth=self.depth + 1, **more)
+
+
+def _body(dice: random.Random, length: int, inside: Inside) -> tuple[Part, ...]:
+    tables = [LOCAL, LOCAL, CALLS, CALLS]
+    if not inside.thread:
+        tables += [MODELS, MODELS, REPEATED, *([SERVED, SERVED] if inside.served else [])]
+        tables += [] if inside.context else [TRAINING]
+    kinds = ["no_grad", "inference", "autocast"]
+    kinds += [] if inside.thread else ["strict", "device"]
+    kinds += [] if inside.thread or inside.served else ["dtype"]  # servers count in their own
+    kinds += [] if inside.context else ["context"] * 6 + ["left"]
+    kinds += [] if inside.context or inside.thread or inside.depth else ["threads"]
     parts = []
     for _ in range(length):
-        roll = dice.random()
-        if depth < 3 and roll < 0.16:
-            kinds = list(MODES)[: 3 if thread else None]
-            kinds = [kind for kind in kinds if kind != "dtype" or not served]  # servers count in their own
-            kinds += [] if context else ["context"] * 6 + ["left"]
-            kinds += [] if context or thread or depth else ["threads"]
+        if inside.depth < 3 and dice.random() < 0.16:
             kind = dice.choice(kinds)
-            parts.append(Part(kind, *_block(dice, kind, depth, context, thread, served)))
+            parts.append(Part(kind, *_block(dice, kind, inside)))
         else:
-            tables = [LOCAL, LOCAL, CALLS, CALLS]
-            tables += [] if thread else [MODELS, MODELS, *([SERVED, SERVED] if served else [])]
-            tables += [] if context else [REPEATED] if thread else [TRAINING, REPEATED]
-            table = dice.choice(tables[:4] if thread else tables)
-            parts.append(Part("statement", _statement(dice, dice.choice(table), TENSORS)))
+            parts.append(Part("statement", _statement(dice, dice.choice(dice.choice(tables)), TENSORS)))
         if dice.random() < 0.2:
-            parts.append(Part("statement", f"keep('{dice.choice(TENSORS)}', seen({dice.choice(TENSORS)}))"))
+            parts.append(Part("statement", f"keep('seen', seen({dice.choice(TENSORS)}))"))
     return tuple(parts)
 
 
-def _block(dice: random.Random, kind: str, depth: int, context: bool, thread: bool, served: bool) -> tuple[str, tuple[Part, ...]]:
+def _block(dice: random.Random, kind: str, inside: Inside) -> tuple[str, tuple[Part, ...]]:
     length = dice.choice([1, 2, 4, 6])
     if kind == "threads":
-        bodies = (_body(dice, length, depth + 1, False, True, False) for _ in range(2))
-        return "", tuple(Part("thread", "", body) for body in bodies)
+        own = inside.deeper(thread=True, served=False)
+        return "", tuple(Part("thread", "", _body(dice, length, own)) for _ in range(2))
     if kind in ("context", "left"):
         losses = " + ".join(dice.sample(TENSORS, dice.choice([1, 2, 3])))
         losses = f"({losses}).sum()" + dice.choice(["", "", f", ({dice.choice(TENSORS)} * 2).sum()"])
         losses += dice.choice(["", "", "], again"])
-        return losses, _body(dice, length, depth + 1, True, thread, served)
-    if kind == "autocast":  # a backward within would run under it here alone
-        context = True
-    return MODES[kind], _body(dice, length, depth + 1, context, thread, served)
+        return losses, _body(dice, length, inside.deeper(context=True))
+    # A backward pass within autocast would run under it here alone.
+    return MODES[kind], _body(dice, length, inside.deeper(context=inside.context or kind == "autocast"))
 
 
 def _statement(dice: random.Random, text: str, tensors: list[str]) -> str:

@@ -930,8 +930,8 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, dropped, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
+    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
+    dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
     collectives, no_memory, graph_is_plain,
 )  # fmt: skip
 
