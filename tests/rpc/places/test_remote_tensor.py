@@ -575,7 +575,7 @@ def contexts() -> None:
 
 def dropped() -> None:
     """The argument of a call may be dropped at once, also where the callee reads it much later."""
-    x = torch.randn(9)
+    x = torch.randn(200, 200)
     busy = [rpc.rpc_async(W1, time.sleep, (0.1,)) for _ in range(16)]
     futures = [rpc.rpc_async(W1, torch.mul, (there(x), float(n))) for n in range(4)]
     rrefs = [rpc.remote(W1, torch.mul, (there(x), float(n))) for n in range(4)]
