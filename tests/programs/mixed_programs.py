@@ -72,7 +72,7 @@ CALLS = [
 MODELS = [
     "{T} = {m}.rpc_sync().forward({t})",
     "{T} = {m}.rpc_sync().scaled({t}, 0.9)",
-    "x = {t}.clone()\nfuture = {m}.rpc_async().forward(x)\n{local}\n{T} = future.wait()",
+    "x = {t}.clone()\nfuture = {m}.rpc_async().forward(x)\ntry:\n    {local}\nfinally:\n    {T} = future.wait()",
     "{T} = {m}.remote().forward({t}).to_here()",
     "{T} = rpc.rpc_sync('{w}', <forwarded|forwarded_late>, ({m}, {t}))",
     "{m}.rpc_sync().fails({t})",
