@@ -1002,14 +1002,14 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = _tensors((args, kwargs))
+    if op.raises_versions and not _inference() and any(each.is_inference() for each in args[0]):
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     if any(place_of(each) is not place for each in tensors):
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
     if op.raises_versions:
         torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
-        if not _inference() and any(each.is_inference() for each in args[0]):
-            raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     return out
 
 

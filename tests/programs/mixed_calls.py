@@ -381,7 +381,7 @@ class Alone:
             state[name].load_state_dict(each)
 
     def graphed(self, step: Any) -> Any:
-        return lambda *args: [found.clone() for found in step(*args)]  # results are new tensors
+        return step
 
     def RRef(self, value: Any) -> _Reference:
         return _Reference(self, self.here.worker, lambda: value)

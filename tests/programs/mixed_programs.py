@@ -180,7 +180,7 @@ def recipe(seed: int) -> Recipe:
     step = tuple(_statement(dice, dice.choice(LOCAL), ["a", "b", "c", "e"]) for _ in range(dice.choice([1, 2, 3, 4])))
     if dice.random() < 0.3:
         step += (_statement(dice, dice.choice(CALLS[:3]), ["a", "b", "c", "e"]),)
-    if dice.random() < 0.6:
+    elif dice.random() < 0.6:  # not with a call: a backward pass of torch's ends at what came in a context
         step += (
             _statement(dice, "optimizer.zero_grad()\n(n0({t}) * {t}).sum().backward()\noptimizer.step()", ["a", "b", "c", "e"]),
         )
@@ -291,7 +291,7 @@ def source(made: Recipe) -> str:
         "    def step(a, b):",
         "        c, e = a * 2, b + a",
         *_in(_in([line for text in made.step for line in text.split("\n")])),
-        "        return c.detach(), e.detach()",
+        "        return c.detach() * 1, e.detach() * 1",
         "    graphed = rpc.graphed(step)",
         *_in(_lines(made.body, counter)),
         f"    keep('tensors', seen({', '.join(TENSORS)}, *n0.parameters()))",
