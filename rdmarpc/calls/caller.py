@@ -218,7 +218,7 @@ class Caller:
             pending.deadline = now + timeout
         else:
             pending.since = now
-        pending.control, pending.key = bool(flags & CONTROL), (label, ())
+        pending.control, pending.key, pending.keep = bool(flags & CONTROL), (label, ()), parts
         try:
             out = NOTHING
             if tensors and lone is None:
@@ -226,10 +226,8 @@ class Caller:
                 out = pack(tensors, self.device, link.channel, link.grants.take, memory, pending.deadline)
                 pending.key = label, out.sizes
                 if out.lent:
-                    flags, pending.keep = flags | READS, out.lent
+                    flags, pending.keep = flags | READS, (parts, out.lent)
                     out = _recallable(pending, out, self.device, memory) if out.own else out
-            if parts:
-                pending.hold(parts)
             places = _expect(pending) if pending.key in link.grants.result_sizes else b""
             if out.grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:

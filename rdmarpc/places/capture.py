@@ -187,8 +187,7 @@ class Capture(TorchDispatchMode):
             if type(tensor) is RemoteTensor:
                 self.remote_arguments.setdefault(tensor._handle.name, index)
             elif tensor.untyped_storage()._cdata not in self._known:
-                local = self._add(tensor.untyped_storage())
-                local.argument = index
+                self._add(tensor.untyped_storage()).argument = index
 
     # -- watching
 

@@ -518,8 +518,7 @@ class Stream:
         nbytes, shift = room(shape, address)
         if used <= ANSWERED_BYTES:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            blob = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
-            memoryview(memory.numpy())[shift : shift + used] = blob
+            memoryview(memory.numpy())[shift : shift + used] = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
         else:
             memory = self.channel.empty(nbytes, dtype=torch.uint8)
             descriptor = ring.as_words(self.channel.device.export(memory))

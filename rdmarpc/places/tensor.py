@@ -130,9 +130,7 @@ class RemoteTensor(torch.Tensor):
         return f"{head}{text[:-1]}, place={self.place!r})"
 
     def __format__(self, spec: str) -> str:
-        if self.dim() == 0:
-            return self.item().__format__(spec)
-        return object.__format__(self, spec)
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a tensor of the CPU: a file knows no workers. Tensors over one storage have one there, too."""
@@ -1002,14 +1000,14 @@ def _foreach(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = _tensors((args, kwargs))
-    if op.raises_versions and not _inference() and any(each.is_inference() for each in args[0]):
-        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     if any(place_of(each) is not place for each in tensors):
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
     if op.raises_versions:
         torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+        if not _inference() and any(each.is_inference() for each in args[0]):  # as in torch, it is written
+            raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     return out
 
 

@@ -103,8 +103,7 @@ def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Ex
     """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
     found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
     if found is None:
-        own = own_names(net, methods)
-        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own}
+        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own_names(net, methods)}
         found = type(kind.__name__, (methods, kind), names)
     object.__dict__["__class__"].__set__(net, found)
     return cast(Extended, net)

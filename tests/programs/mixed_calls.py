@@ -220,7 +220,7 @@ def seen(*values: torch.Tensor) -> list[Any]:
 
 def settled(*values: torch.Tensor) -> list[torch.Tensor]:
     """Without what only the context or the mode that they come from can use."""
-    return [v.clone() if v.is_inference() else v.detach() if v.grad_fn is not None else v for v in values]
+    return [v.detach().clone() if v.is_inference() else v.detach() if v.grad_fn is not None else v for v in values]
 
 
 def in_threads(keep: Callable[[str, Any], None], functions: list[Any], values: list[torch.Tensor]) -> None:
