@@ -143,6 +143,26 @@ def later(x, to):
     return rpc.rpc_async(to, product, (x, x)).then(lambda done: done.wait() + x)
 
 
+def backward_there(x, to):
+    y = at(x, to).detach().requires_grad_()
+    (y @ y).tanh().sum().backward()
+    return y.grad + home(y.grad)
+
+
+def trained_there(x, to):
+    """A model of the worker's, over another one."""
+    net = Net(x.shape[0], 4)
+    net = net if isinstance(rpc, Alone) else rpc.wrap(net, {"one": to})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(x.detach()).pow(2).sum().backward()
+        optimizer.step()
+    found = net.one.weight.detach().cpu().clone()
+    closed(net)
+    return found
+
+
 def fetched(rref):
     return rref.to_here() * 2
 
@@ -260,6 +280,15 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def made_on(place: str) -> Any:
     """Tensors are made there."""
     return contextlib.nullcontext() if isinstance(rpc, Alone) else rpc.device(place)
+
+
+def in_batches(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if hasattr(net, "forward_backward"):
+        return net.forward_backward(nn.functional.mse_loss, x, target=y, chunks=2)
+    losses = [nn.functional.mse_loss(net(a), b) * (len(a) / len(x)) for a, b in zip(x.chunk(2), y.chunk(2))]
+    for loss in losses:
+        loss.backward()
+    return sum(losses).detach()
 
 
 def closed(net: nn.Module) -> None:
@@ -466,10 +495,11 @@ class Alone:
                 kept[leaf] = kept[leaf] + gradient if leaf in kept else torch.empty_like(leaf).copy_(gradient)
 
     def _optimizer(self, kind: Any, rrefs: list[Any], **options: Any) -> Any:
-        owners = collections.defaultdict(list)
+        owners: Any = collections.defaultdict(list)
         for rref in rrefs:
             owners[rref.owner_name()].append(rref.wait())
-        return _Optimizer(self._contexts, [(tensors, kind(tensors, **options)) for tensors in owners.values()])
+        order = [rref.wait() for rref in rrefs]
+        return _Optimizer(self._contexts, order, [(tensors, kind(tensors, **options)) for tensors in owners.values()])
 
     def _module(self, worker: str, kind: Any, args: Any) -> Any:
         rref = self.remote(worker, kind, args)
@@ -482,8 +512,15 @@ class Alone:
 
 
 class _Optimizer:
-    def __init__(self, contexts: Any, parts: Any) -> None:
-        self._contexts, self._parts = contexts, parts
+    def __init__(self, contexts: Any, order: Any, parts: Any) -> None:
+        self._contexts, self._order, self._parts = contexts, order, parts
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {id(tensor): state for _, optimizer in self._parts for tensor, state in optimizer.state.items()}
+        return {"state": {n: states[id(tensor)] for n, tensor in enumerate(self._order) if id(tensor) in states}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """That of this moment."""
 
     def step(self, context_id: int) -> None:
         found = self._contexts[context_id]

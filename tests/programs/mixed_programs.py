@@ -46,7 +46,7 @@ CALL = [
     "fails, ({t},)",
     "<added|product>, ({t}, {t})",
     "<there|by_way_of>, ({t}, '{p}')",
-    "<on|on_late|on_kept|on_fails|later|there>, ({t}, '{o}')",
+    "<on|on_late|on_kept|on_fails|later|there|backward_there|trained_there>, ({t}, '{o}')",
 ]
 
 CALLS = [
@@ -91,6 +91,17 @@ MODELS = [
     "    {T} = n0({t})\n"
     "    with torch.no_grad():\n        n0.one.weight.mul_(0.5)\n    rpc.load_checkpoint({'n': n0, 'o': optimizer}, folder)",
     "closed(n0)",
+    "{T} = <torch.rand_like({t})|F.dropout({t}, 0.5)|torch.randn(D, D) + {t}|torch.randperm(D) * 1.0 + {t}>",
+    "{T}.register_hook(lambda g: g * <2|0.5>)",
+    "{T} = torch.utils.checkpoint.checkpoint(n0, {t}, use_reentrant=False)",
+    "{T} = torch.func.<grad|grad_and_value>(lambda v: (v * v).sum())({t}.detach()).<clone()|__getitem__(0)>",
+    "{T} = torch.func.vmap(lambda v: v * {t}.detach())({t}.detach()).sum(0)",
+    "found = rpc.rpc_sync('{w}', same, (optimizer.state_dict(),))\nkeep('state', found['state'])",
+    "found = rpc.rpc_sync('{w}', same, ({'a': [{t}, {t}], 'b': n0.state_dict()},))\n"
+    "{T} = found['a'][0] + found['b']['two.weight']",
+    "{T} = rpc.rpc_sync('{w}', same, ({t}<[::2]|[1:2]|[:, 1]|[:0]|.sum()|.half()|"
+    ".to(torch.complex64)|.gt(0)|.argmax(1)>,)).sum() + {t}",
+    "distributed.load_state_dict(distributed.state_dict())",
     "closed(n0)\nn0 = place(n0, {'<one|two|norm|>': '{w}'})",
 ]
 
@@ -112,6 +123,7 @@ TRAINING = [
     "{t}.sum().backward(retain_graph=True)",
     "({t} * {t}).sum().backward(retain_graph=True)",
     "optimizer.step()",
+    "keep('loss', in_batches(n0, {t}.detach(), {t}.detach()))\noptimizer.step()",
     "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
 ]
 
@@ -129,6 +141,8 @@ MODES = {
     "dtype": "default_dtype(torch.float64)",
     "strict": "deterministic()",
     "device": "made_on('worker1')",
+    "saved": "torch.autograd.graph.save_on_cpu()",
+    "anomaly": "torch.autograd.detect_anomaly()",
 }
 
 OPTIMIZERS = [  # fused ones write unseen by autograd, but where a graph is posted again
@@ -217,7 +231,7 @@ def _body(dice: random.Random, length: int, inside: Inside) -> tuple[Part, ...]:
         tables += [MODELS, MODELS, REPEATED, *([SERVED, SERVED] if inside.served else [])]
         tables += [] if inside.context else [TRAINING]
     kinds = ["no_grad", "inference", "autocast"]
-    kinds += [] if inside.thread else ["strict", "device"]
+    kinds += [] if inside.thread else ["strict", "device", "saved", "anomaly"]
     kinds += [] if inside.thread or inside.served else ["dtype"]  # servers count in their own
     kinds += [] if inside.context else ["context"] * 6 + ["left"]
     kinds += [] if inside.context or inside.thread or inside.depth else ["threads"]
@@ -282,10 +296,12 @@ def source(made: Recipe) -> str:
     lines = [
         "import contextlib, copy, io, tempfile, threading",
         "import torch",
+        "import torch.nn.functional as F",
         "import mixed_calls",
         "from mixed_calls import *",
         "",
         "def program(place, keep):",
+        f"    torch.manual_seed({made.seed})",
         "    rpc, attempt, pending = mixed_calls.rpc, attempts(keep), []",
         *_in(list(made.setup)),
         "    def step(a, b):",
@@ -296,6 +312,7 @@ def source(made: Recipe) -> str:
         *_in(_lines(made.body, counter)),
         f"    keep('tensors', seen({', '.join(TENSORS)}, *n0.parameters()))",
         "    keep('optimizer', optimizer)",
+        "    keep('distributed', distributed.state_dict()['state'])",
         "    for m in (m0, m1):",
         "        keep('state', rpc.rpc_sync(m.owner_name(), state_of, (m,)))",
         *(["    keep('served', seen(*served.parameters()))", "    closed(served)"] if made.served else []),
