@@ -256,6 +256,7 @@ class Capture(TorchDispatchMode):
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         told = self._told(args, kwargs) if not _shapes_only(tensors) else None
         out = run_plain(func, args, kwargs, inside.dtype)
+        operator(func).raise_versions(args)
         if told is not None and not isinstance(out, RemoteTensor) and not _shapes_only(tree_leaves(out)):
             self._ran(operator(func), args, kwargs, told, out, inside.dtype)
         return out

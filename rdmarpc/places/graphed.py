@@ -688,7 +688,10 @@ class Program:
             if name in self._kept:
                 self._kept[name].copies = None
             elif name in capture.remote_arguments:
-                arguments[capture.remote_arguments[name]]._handle.copies = None
+                argument = arguments[capture.remote_arguments[name]]
+                argument._handle.copies = None
+                if not argument.is_inference():
+                    torch.autograd.graph.increment_version(argument)
         for ref in self._left:
             if (storage := ref()) is not None:
                 storage.copies = None

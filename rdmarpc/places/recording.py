@@ -318,6 +318,7 @@ class _Here(TorchDispatchMode):
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
         out = run_plain(func, args, kwargs or {}, inside.dtype)
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
+            operator(func).raise_versions(args)
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
         return out
 

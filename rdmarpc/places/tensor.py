@@ -1004,10 +1004,9 @@ def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwarg
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
-    if op.raises_versions:
-        torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
-        if not _inference() and any(each.is_inference() for each in args[0]):  # as in torch, it is written
-            raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
+    op.raise_versions(args)
+    if op.raises_versions and not _inference() and any(each.is_inference() for each in args[0]):  # as in torch, it is written
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     return out
 
 
