@@ -212,8 +212,7 @@ class Recorder:
 
     def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
         """See ``Observer``."""
-        made = self._storage(found)
-        self._moved(repr(source), self._here, _over(name, at, meta), made, meta.geometry.dtype.itemsize)
+        self._moved(repr(source), self._here, _over(name, at, meta), self._storage(found), meta.geometry.dtype.itemsize)
 
     def _moved(self, source: str, target: str, operand: Operand, made: int, itemsize: int, maker: str = "") -> None:
         if self._elsewhere():

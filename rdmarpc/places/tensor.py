@@ -1059,8 +1059,7 @@ def _made_at(device: torch.device, op: Operator, args: tuple[Any, ...], kwargs: 
 
 def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor at a worker."""
-    op = operator(aten.empty_strided.default)
-    return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
+    return post(place, operator(aten.empty_strided.default), (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
 
 
 def _number(name: str) -> Callable[[RemoteTensor], Any]:

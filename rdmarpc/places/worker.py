@@ -85,8 +85,7 @@ class Signature:
             if kind == "w":
                 self.names.append(words)
             words += 2 if kind == "w" else 1
-        by_name = self.takes[len(takes) - len(self.keywords) :]
-        self.identity = rules.identity or any(kind == "w" for kind, _ in by_name)
+        self.identity = rules.identity or any(kind == "w" for kind, _ in self.takes[len(takes) - len(self.keywords) :])
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
         self.in_arena = self.func is not func  # as if it were: a form with ``out=`` would run under another default dtype
 
