@@ -417,7 +417,7 @@ class Program:
     def holds(self) -> bool:
         """Whether the tensors of the step are those that were captured."""
         return (
-            all((tensor := ref()) is not None and tensor._handle.name == name for ref, name in self._remote)
+            all(type(tensor := ref()) is RemoteTensor and tensor._handle.name == name for ref, name in self._remote)
             and all((tensor := ref()) is not None and tensor.untyped_storage()._cdata == cdata for ref, cdata in self._plain)
             and all(ref() is not None for ref in self._left)
             and all(ref() is not None for ref, _ in self._gradients)

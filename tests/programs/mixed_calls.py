@@ -529,10 +529,12 @@ class _Optimizer:
             kept = [tensor.grad for tensor in tensors]
             for tensor in tensors:
                 tensor.grad = found.get(tensor)
-            with torch.enable_grad():
-                optimizer.step()
-            for tensor, gradient in zip(tensors, kept):
-                tensor.grad = gradient
+            try:
+                with torch.enable_grad():
+                    optimizer.step()
+            finally:
+                for tensor, gradient in zip(tensors, kept):
+                    tensor.grad = gradient
 
 
 def _leaves(roots: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -519,6 +519,8 @@ def replaced() -> None:
     for net, weight in zip((pair.alone, pair.placed), weights):
         net[0].weight = nn.Parameter(weight.detach().clone() / 2)
     calls(5)
+    pair.placed.close()
+    calls(5)
     pair.end(pair.graph.replays)
 
 
