@@ -106,7 +106,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     elif kind == GRADIENTS:
         payload, tensors = b"", serialize.flat(args)
         if tensors is None:
-            payload, tensors = serialize.dumps(args, to)
+            payload, tensors = serialize.dumps(args, to, parts=parts)
         else:
             flags |= FLAT
     elif not kwargs and (tensors := serialize.flat(args)) is not None:
@@ -218,7 +218,7 @@ class Caller:
             pending.deadline = now + timeout
         else:
             pending.since = now
-        pending.control, pending.key = bool(flags & CONTROL), (label, ())
+        pending.control, pending.key, pending.keep = bool(flags & CONTROL), (label, ()), parts
         try:
             out = NOTHING
             if tensors and lone is None:
@@ -226,7 +226,7 @@ class Caller:
                 out = pack(tensors, self.device, link.channel, link.grants.take, memory, pending.deadline)
                 pending.key = label, out.sizes
                 if out.lent:
-                    flags, pending.keep = flags | READS, out.lent
+                    flags, pending.keep = flags | READS, (parts, out.lent)
                     out = _recallable(pending, out, self.device, memory) if out.own else out
             places = _expect(pending) if pending.key in link.grants.result_sizes else b""
             if out.grant or places or flags & REMOTE or context is not None:

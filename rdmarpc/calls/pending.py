@@ -100,9 +100,9 @@ class Pending:
             if self.event is not None:
                 self.event.__exit__(None, None, None)
 
-    def hold(self, bulk: torch.Tensor) -> None:
-        """Keep alive the memory that the callee will READ."""
-        self.keep = (self.keep, bulk)
+    def hold(self, memory: Any) -> None:
+        """Keep alive what the callee will read."""
+        self.keep = (self.keep, memory)
 
     def recall(self) -> None:
         """Have the callee not use what it has not READ so far, as the memory may be written to from now on."""

@@ -125,7 +125,7 @@ def unbound(value: Any) -> Any:
     while left:
         item = left.pop()
         kind = type(item)
-        if kind is _PARAMETER and item.requires_grad:
+        if (kind is _PARAMETER or hasattr(item, "_is_param")) and item.requires_grad:
             return _unbound(value, {})
         if kind in _CONTAINERS and id(item) not in seen:  # a list may hold itself
             seen.add(id(item))
@@ -136,7 +136,7 @@ def unbound(value: Any) -> Any:
 def _unbound(value: Any, made: dict[int, Any]) -> Any:
     """``made``: what was made of its parts so far, by their ids, so that what occurs twice in it arrives as one object."""
     kind = type(value)
-    if kind is _PARAMETER and value.requires_grad and id(value) not in made:
+    if (kind is _PARAMETER or hasattr(value, "_is_param")) and value.requires_grad and id(value) not in made:
         made[id(value)] = value.view_as(value)
     if kind not in _CONTAINERS or id(value) in made:
         return made.get(id(value), value)

@@ -45,14 +45,15 @@ class Message:
     def __init__(self, to: int | None, reply: bool = False) -> None:
         self.to = to
         self.parcel: gpu.Parcel | None = None
-        self._reply = reply
+        self.reply = reply
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self.enclosed: list[Any] = []
         """The references (``handle._Child``) that it carries in front of its pickle: what stands there of each (``entry``), and
         ``undo()`` for a message that will not be sent."""
         self.parts: list[torch.Tensor] = []
-        """Tensors that require grad and are not among ``tensors``, in the order in which they are pickled."""
+        """Tensors that require grad and are not among ``tensors``, in the order in which they are pickled; and others that the
+        receiver finds at its own only as long as they are kept here."""
 
     def reduce(self, value: Any) -> Any:
         """See ``pickle.Pickler.reducer_override``."""
@@ -86,7 +87,7 @@ class Message:
         if self.parcel is None:
             if self.to is None:
                 raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why="nobody is named who gets it"))
-            self.parcel = gpu.Parcel(self.to, self._reply)
+            self.parcel = gpu.Parcel(self.to, self.reply)
         return gpus.reduce(value, self.parcel)
 
     def in_parts(self, value: torch.Tensor, reduced: Any) -> Any:
@@ -173,12 +174,12 @@ def dumps(
     waits: bool = False,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
-        in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that require grad and
-        travel in parts. ``reply``: it is an answer, for which other device maps count. ``waits``: the program goes on
-    only when all has been read, so large buffers are not copied.
+    in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that travel in parts and
+    require grad, or have to be kept until there is an answer. ``reply``: it is an answer, for which other device maps count.
+    ``waits``: the program goes on only when all has been read, so large buffers are not copied.
 
-        If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
-        memory that it lends (``undo``)."""
+    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
+    memory that it lends (``undo``)."""
     file = io.BytesIO()
     message = Message(to, reply)
     lent = b""

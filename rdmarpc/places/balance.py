@@ -199,8 +199,7 @@ class _Run:
 
     def _one(self, path: str) -> float:
         if path not in self._seconds:
-            calls = self._calls.get(path, [])
-            self._seconds[path] = sum(self._measure(self._net.get_submodule(path), *call) for call in calls)
+            self._seconds[path] = sum(self._measure(self._net.get_submodule(path), *call) for call in self._calls.get(path, []))
         return self._seconds[path]
 
     def _measure(self, module: nn.Module, args: Any, kwargs: Any) -> float:

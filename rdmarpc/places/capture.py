@@ -187,8 +187,7 @@ class Capture(TorchDispatchMode):
             if type(tensor) is RemoteTensor:
                 self.remote_arguments.setdefault(tensor._handle.name, index)
             elif tensor.untyped_storage()._cdata not in self._known:
-                local = self._add(tensor.untyped_storage())
-                local.argument = index
+                self._add(tensor.untyped_storage()).argument = index
 
     # -- watching
 
@@ -257,6 +256,7 @@ class Capture(TorchDispatchMode):
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         told = self._told(args, kwargs) if not _shapes_only(tensors) else None
         out = run_plain(func, args, kwargs, inside.dtype)
+        operator(func).raise_versions(args)
         if told is not None and not isinstance(out, RemoteTensor) and not _shapes_only(tree_leaves(out)):
             self._ran(operator(func), args, kwargs, told, out, inside.dtype)
         return out

@@ -419,7 +419,7 @@ class Program:
     def holds(self) -> bool:
         """Whether the tensors of the step are those that were captured."""
         return (
-            all((tensor := ref()) is not None and tensor._handle.name == name for ref, name in self._remote)
+            all(type(tensor := ref()) is RemoteTensor and tensor._handle.name == name for ref, name in self._remote)
             and all((tensor := ref()) is not None and tensor.untyped_storage()._cdata == cdata for ref, cdata in self._plain)
             and all(ref() is not None for ref in self._left)
             and all(ref() is not None for ref, _ in self._gradients)
@@ -690,7 +690,10 @@ class Program:
             if name in self._kept:
                 self._kept[name].copies = None
             elif name in capture.remote_arguments:
-                arguments[capture.remote_arguments[name]]._handle.copies = None
+                argument = arguments[capture.remote_arguments[name]]
+                argument._handle.copies = None
+                if not argument.is_inference():
+                    torch.autograd.graph.increment_version(argument)
         for ref in self._left:
             if (storage := ref()) is not None:
                 storage.copies = None

@@ -142,6 +142,11 @@ class Operator:
             return kwargs.get(where)
         return args[where] if where < len(args) else kwargs.get(self.func._schema.arguments[where].name)
 
+    def raise_versions(self, args: tuple[Any, ...]) -> None:
+        """Of what it has written, where its kernel would: not below autograd."""
+        if self.raises_versions:
+            torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+
     def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         found: list[Any] = []
         for where in self.written:

@@ -108,8 +108,7 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         items = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        targets = [planner.resolve_tensor(item).detach() for item in items]
-        pieces = list(_pieces(items, targets))
+        pieces = list(_pieces(items, [planner.resolve_tensor(item).detach() for item in items]))
         with ThreadPoolExecutor(max(1, len({piece[0] for piece in pieces}))) as pool:
             read = set(map(id, (item for found in pool.map(self._read_at, pieces) for item in found)))
         return super().read_data(replace(plan, items=[i for i in plan.items if id(i) not in read]), planner)

@@ -218,8 +218,7 @@ class Recorder:
 
     def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
         """See ``Observer``."""
-        made = self._storage(found)
-        self._moved(repr(source), self._here, _over(name, at, meta), made, meta.geometry.dtype.itemsize)
+        self._moved(repr(source), self._here, _over(name, at, meta), self._storage(found), meta.geometry.dtype.itemsize)
 
     def _moved(self, source: str, target: str, operand: Operand, made: int, itemsize: int, maker: str = "") -> None:
         if self._elsewhere():
@@ -324,6 +323,7 @@ class _Here(TorchDispatchMode):
             return NotImplemented  # a class with a dispatch of its own: what it makes of this comes here again
         out = run_plain(func, args, kwargs or {}, inside.dtype)
         if not any(isinstance(each, RemoteTensor) for each in tree_leaves((args, kwargs, out))):
+            operator(func).raise_versions(args)
             self._recorder.operation(operator(func), args, kwargs or {}, out, None)
         return out
 

@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..base import here
+from ..message.reducers import reduce_parameter
 from ..message.serialize import Message, register_reducer
 from ..transport import NotSupported
 from .geometry import Geometry, view
 from .names import DEVICE
 from .runners import running
-from .tensor import RemoteTensor
+from .tensor import OWN, RemoteTensor
 from .wrap import exchange
 
 
@@ -180,13 +181,18 @@ if dist.is_available():
 
 
 def _reduce(value: RemoteTensor, message: Message) -> Any:
-    """What lies at the receiver does not cross: it arrives there as a copy of what it is there. Anything else comes here
-    first."""
+    """What lies at the receiver of a call does not cross: it arrives there as a copy of what it is there, and is kept here
+    until the call is answered. Anything else comes here first; so do results, as nobody would keep them."""
+    if isinstance(value, nn.Parameter):
+        made, (plain, requires_grad, had) = reduce_parameter(value, message)
+        return made, (plain, requires_grad, {name: had[name] for name in had if name not in (*OWN, "_is_param")})
     stream = value._handle.stream
-    if message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
+    if message.reply or message.to != stream.info.number or value._meta.geometry.layout is not torch.strided:
         found = value.cpu()  # gradients go back through it
         return message.reduce(found if torch.is_grad_enabled() else found.requires_grad_(value.requires_grad))
     stream.synchronize()
+    if not value.requires_grad:
+        message.parts.append(value)
     where = stream.key, *value._words, value._meta.geometry.plain(), value.requires_grad
     return message.in_parts(value, (lying, where))
 

@@ -441,8 +441,7 @@ class Stream:
                             found.append((stream, *load_error(value)))
             for stream in streams():
                 with contextlib.suppress(RdmaError):
-                    written = stream._ring.written + 1
-                    (stream.post if stream in locked else stream.owe)([ring.RESET, written])
+                    (stream.post if stream in locked else stream.owe)([ring.RESET, stream._ring.written + 1])
         finally:
             for stream in locked:
                 stream.lock.release() if stream is not self else None
@@ -518,12 +517,10 @@ class Stream:
         nbytes, shift = room(shape, address)
         if used <= ANSWERED_BYTES:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            blob = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
-            memoryview(memory.numpy())[shift : shift + used] = blob
+            memoryview(memory.numpy())[shift : shift + used] = self.question([ring.FETCH, name, at, number, 0, 0, 0], 4)
         else:
             memory = self.channel.empty(nbytes, dtype=torch.uint8)
-            descriptor = ring.as_words(self.channel.device.export(memory))
-            self.question([ring.FETCH, name, at, number, 0, shift, *descriptor], 4)
+            self.question([ring.FETCH, name, at, number, 0, shift, *ring.as_words(self.channel.device.export(memory))], 4)
         found = at_bytes(memory.untyped_storage(), int(memory.storage_offset()) + shift, shape)
         for each in observing.observers:
             each.fetched(self, name, at, meta, found)

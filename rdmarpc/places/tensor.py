@@ -134,9 +134,7 @@ class RemoteTensor(torch.Tensor):
         return f"{head}{text[:-1]}, place={self.place!r})"
 
     def __format__(self, spec: str) -> str:
-        if self.dim() == 0:
-            return self.item().__format__(spec)
-        return object.__format__(self, spec)
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a tensor of the CPU: a file knows no workers. Tensors over one storage have one there, too."""
@@ -926,8 +924,8 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if len(_views) >= _FORMS:
                 _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
-    if _inference() and not base.is_inference():
-        with torch.inference_mode(False):  # as what it is a view of
+    if _inference() != base.is_inference():
+        with torch.inference_mode(base.is_inference()):  # as what it is a view of
             return _viewed(base, known)
     return _viewed(base, known)
 
@@ -1004,8 +1002,9 @@ def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwarg
         out = _mixed(op, args, kwargs, tensors)
     else:
         out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
-    if op.raises_versions:
-        torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+    op.raise_versions(args)
+    if op.raises_versions and not _inference() and any(each.is_inference() for each in args[0]):  # as in torch, it is written
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     return out
 
 
@@ -1058,8 +1057,7 @@ def _made_at(device: torch.device, op: Operator, args: tuple[Any, ...], kwargs: 
 
 def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor at a worker."""
-    op = operator(aten.empty_strided.default)
-    return post(place, op, (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
+    return post(place, operator(aten.empty_strided.default), (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
 
 
 def _number(name: str) -> Callable[[RemoteTensor], Any]:

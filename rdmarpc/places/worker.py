@@ -85,8 +85,7 @@ class Signature:
             if kind == "w":
                 self.names.append(words)
             words += 2 if kind == "w" else 1
-        by_name = self.takes[len(takes) - len(self.keywords) :]
-        self.identity = rules.identity or any(kind == "w" for kind, _ in by_name)
+        self.identity = rules.identity or any(kind == "w" for kind, _ in self.takes[len(takes) - len(self.keywords) :])
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
         self.in_arena = self.func is not func  # as if it were: a form with ``out=`` would run under another default dtype
 
@@ -435,8 +434,7 @@ class Runner:
             return
         try:
             found = self.signatures[words[at]]
-            result = self._call(found, words, at + 2)
-            self._name(found, words[at + 1], result)
+            self._name(found, words[at + 1], self._call(found, words, at + 2))
         except _Voided as error:
             self.void = Void(error.void.error, self._position)
         except BaseException as error:
@@ -617,8 +615,7 @@ class Runner:
     # -- programs
 
     def _program(self, words: list[int], at: int) -> None:
-        told = words[at + 1 : at - 1 + (words[at - 1] >> 8)]
-        self.values[words[at]] = Program(told, self.signatures, self.metas)
+        self.values[words[at]] = Program(words[at + 1 : at - 1 + (words[at - 1] >> 8)], self.signatures, self.metas)
 
     def _replay(self, words: list[int], at: int) -> None:
         program, base, given = self.values[words[at]], words[at + 1], words[at + 2 : at - 1 + (words[at - 1] >> 8)]
@@ -636,11 +633,9 @@ class Runner:
 
     def _rename(self, words: list[int], at: int) -> None:
         for old, new in zip(*[iter(words[at : at - 1 + (words[at - 1] >> 8)])] * 2):
-            found = self.values.pop(old, None)
-            if found is None:  # it was not computed
-                self.values.pop(new, None)
-            else:
-                self.values[new] = found
+            self.values.pop(new, None)  # also where the other was not computed
+            if old in self.values:
+                self.values[new] = self.values.pop(old)
 
     # -- tensors that come and go
 
@@ -800,8 +795,7 @@ class Landing:
         if tensor is not None:
             self.put(offset + HEAD_BYTES, shift, bare(tensor.cpu()))
         if mapped is None:
-            there = self.remote[offset : offset + HEAD_BYTES]
-            self.channel.memcpy(there, self._heads[head], notify=self.notify).wait()
+            self.channel.memcpy(self.remote[offset : offset + HEAD_BYTES], self._heads[head], notify=self.notify).wait()
             return
         mapped.begin()
         mapped.memory[offset : offset + HEAD_BYTES] = head.to_bytes(HEAD_BYTES, "little")

@@ -103,8 +103,7 @@ def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Ex
     """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
     found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
     if found is None:
-        own = own_names(net, methods)
-        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own}
+        names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own_names(net, methods)}
         found = type(kind.__name__, (methods, kind), names)
     object.__dict__["__class__"].__set__(net, found)
     return cast(Extended, net)
@@ -301,6 +300,7 @@ def _remote(module: nn.Module) -> list[RemoteTensor]:
     return [each for each in every if type(each) is RemoteTensor]
 
 
+@torch.inference_mode(False)  # what was usable in autograd before is so afterwards
 def come_home(net: nn.Module) -> None:
     """Have all tensors of a model lie in this process, in place. What lay over each other does so here."""
     storages: dict[int, torch.Tensor] = {}
@@ -309,6 +309,7 @@ def come_home(net: nn.Module) -> None:
             exchange(tensor, brought(tensor, storages))
 
 
+@torch.inference_mode(False)
 def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     """Move tensors to their places, in place: who holds a parameter holds it afterwards. Tensors that overlap in memory move as
     one, to where the first of them goes; other attributes of modules move with what they overlap. Nothing has moved when an

@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import drawn_programs
 import judge
+import mixed_programs
 import probes
 from callers import Callers, Job
 
@@ -30,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="", help="A-B, or only A: to go on until --minutes are over")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
-    parser.add_argument("--target", default="remote", help="identity, wrap, remote, graphed, or module:function:workers")
+    parser.add_argument("--target", default="remote", help="identity, wrap, remote, graphed, mixed, or module:function:workers")
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
     parser.add_argument("--print", action="store_true", help="the program's text, and do not run it")
@@ -47,7 +49,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     """Name and job of each."""
     for case in options.cases:
         if case.endswith(".py"):
-            yield case, ("text", Path(case).read_text(encoding="utf-8"))
+            yield case, ("mixed" if options.target == "mixed" else "text", Path(case).read_text(encoding="utf-8"))
         elif case.isdigit():
             yield _drawn(int(case), options)
         else:
@@ -61,11 +63,17 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 
 
 def _drawn(seed: int, options: argparse.Namespace) -> tuple[str, Job]:
-    return str(seed), ("text", _source(drawn_programs.recipe(seed, not options.no_draws), options))
+    return str(seed), _job(_recipe(seed, options), options)
 
 
-def _source(made: drawn_programs.Recipe, options: argparse.Namespace) -> str:
-    return (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)
+def _recipe(seed: int, options: argparse.Namespace) -> Any:
+    return mixed_programs.recipe(seed) if options.target == "mixed" else drawn_programs.recipe(seed, not options.no_draws)
+
+
+def _job(made: Any, options: argparse.Namespace) -> Job:
+    if options.target == "mixed":
+        return "mixed", mixed_programs.source(made)
+    return "text", (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)
 
 
 def _probed(names: list[str]) -> Iterator[tuple[str, Job]]:
@@ -75,7 +83,7 @@ def _probed(names: list[str]) -> Iterator[tuple[str, Job]]:
 
 
 def _text(cases: Iterator[tuple[str, Job]]) -> str:
-    return "\n".join(job[1] if job[0] == "text" else probes.text(job[1]) for _, job in cases)
+    return "\n".join(probes.text(job[1]) if job[0] == "probe" else job[1] for _, job in cases)
 
 
 def _campaign(options: argparse.Namespace) -> int:
@@ -100,20 +108,21 @@ def _campaign(options: argparse.Namespace) -> int:
 
 
 def _shrink(options: argparse.Namespace) -> int:
+    programs = mixed_programs if options.target == "mixed" else drawn_programs
     with Callers(options.target, options.limit) as callers:
 
-        def verdict(made: drawn_programs.Recipe) -> judge.Verdict:
-            return callers.judge(("text", _source(made, options)))
+        def verdict(made: Any) -> judge.Verdict:
+            return callers.judge(_job(made, options))
 
         for seed in map(int, options.cases):
-            made = drawn_programs.recipe(seed, not options.no_draws)
+            made = _recipe(seed, options)
             kind = verdict(made).kind
             if kind in judge.GOOD:
                 print(f"{seed}: {kind}")
                 continue
-            made = drawn_programs.shrunk(made, lambda less, kind=kind: verdict(less).kind == kind)
+            made = programs.shrunk(made, lambda less, kind=kind: verdict(less).kind == kind)
             last = verdict(made)
-            print(_source(made, options), f"\n# {seed}: {last.kind}: {last.detail}")
+            print(_job(made, options)[1], f"\n# {seed}: {last.kind}: {last.detail}")
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import judge
+import mixed_calls
 import probes
 from forks import forks
 from torch import nn
@@ -53,6 +54,7 @@ TARGETS: dict[str, tuple[judge.Place, int]] = {
     "wrap": (wrap, 3),
     "remote": (remote, 3),
     "graphed": (graphed, 3),
+    "mixed": (wrap, 2),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 
@@ -65,7 +67,7 @@ def target(name: str) -> tuple[judge.Place, int]:
 
 
 Job = tuple[Any, ...]
-"""``("text", text)`` or ``("probe", name, variant)``."""
+"""``("text", text)``, ``("mixed", text)`` or ``("probe", name, variant)``."""
 
 
 def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
@@ -74,7 +76,15 @@ def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
     name = f"drawn_{zlib.crc32(job[1].encode()):08x}"  # a file, for tracebacks, and for pickles that workers read
     (Path(folder) / f"{name}.py").write_text(job[1], encoding="utf-8")
     importlib.invalidate_caches()
-    return judge.judged(importlib.import_module(name).program, place)
+    program = importlib.import_module(name).program
+    if job[0] == "text":
+        return judge.judged(program, place)
+    import rdmarpc as rpc
+
+    mixed_calls.rpc = mixed_calls.Alone()
+    one = judge.outcome(program, identity)
+    mixed_calls.rpc = rpc
+    return judge.compared(one, judge.outcome(program, place))
 
 
 class Callers:
@@ -147,6 +157,7 @@ def _main(name: str, rank: int, size: int, folder: str, store: str, pipe: Connec
 
     import rdmarpc as rpc
 
+    mixed_calls.rpc = rpc
     torch.set_num_threads(1)
     sys.path.append(folder)
     sys.dont_write_bytecode = True

@@ -198,7 +198,7 @@ def _told(error: BaseException) -> str:
 
 
 def _worst(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Verdict:
-    """Up to a refusal whose name says that later values depend on it."""
+    """Up to a refusal, or an error of one alone, whose name says that later values depend on it."""
     worst = Verdict("equal")
     for n, ((name, a), (other_name, b)) in enumerate(zip(one, other)):
         if name != other_name:
@@ -207,7 +207,7 @@ def _worst(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Ve
         found = _group(a, b)
         if _rank(found) > _rank(worst):
             worst = Verdict(found.kind, f"{n}: {found.detail}")
-        if found.kind == "refused" and name.startswith("write"):
+        if found.kind in ("refused", "other error") and name.startswith("write"):
             return worst
     if len(one) != len(other):
         return Verdict("WRONG", f"{len(other)} values are kept, not {len(one)}")

@@ -9,6 +9,7 @@ from typing import Any
 import callers
 import drawn_programs
 import judge
+import mixed_programs
 import probes
 import pytest
 import torch
@@ -58,6 +59,13 @@ def test_drawn_steps_without_python():
     jobs = {name: ("text", drawn_programs.graphed_source(made, calls=6)) for name, made in recipes.items()}
     found = failures("graphed", jobs, ALLOWED)
     assert not [text for text in found if ": metadata: " not in text]
+
+
+def test_mixed_programs():
+    """Calls, references, distributed autograd, tensors and models at workers, graphs, threads and modes in one program."""
+    recipes = {str(seed): mixed_programs.recipe(seed) for seed in range(18)}
+    found = failures("mixed", {name: ("mixed", mixed_programs.source(made)) for name, made in recipes.items()}, set(recipes))
+    assert not [text for text in found if ": rounded: " not in text]  # gradients of several messages come in any order
 
 
 def test_programs_repeat():

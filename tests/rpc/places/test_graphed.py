@@ -519,6 +519,8 @@ def replaced() -> None:
     for net, weight in zip((pair.alone, pair.placed), weights):
         net[0].weight = nn.Parameter(weight.detach().clone() / 2)
     calls(5)
+    pair.placed.close()
+    calls(5)
     pair.end(pair.graph.replays)
 
 
@@ -694,6 +696,16 @@ def seen_by_autograd() -> None:
             loss.backward()
     pair.same()
     pair.end(pair.graph.replays)
+    for write in (lambda x: x.mul_(2), lambda x: torch._foreach_mul_([x], 2)):
+        step = rpc.graphed(lambda x, write=write: (write(x), x + 1)[1])
+        for x in (torch.ones(3), torch.ones(3).to(rpc.device("worker1"))):
+            for _ in range(5):  # an argument, in calls that run Python and in others
+                before = x._version
+                step(x)
+                assert x._version == before + 1
+    with rpc.recording():
+        torch._foreach_mul_([plain := torch.ones(3)], 2)
+    assert plain._version == 1
 
 
 def test_seen_by_autograd(group):

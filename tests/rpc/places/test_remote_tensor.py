@@ -551,6 +551,15 @@ def contexts() -> None:
             yield y.is_inference()
             yield y.add_(1)
             yield y[1:].t()
+            torch._foreach_mul_([y, x.detach()], 0.5)
+            yield y
+        view = y[1:]
+        yield view.is_inference()
+        for write in (lambda: view.add_(1), lambda: torch._foreach_add_([y], 1.0)):
+            try:
+                write()
+            except RuntimeError as error:
+                yield str(error).split(".")[0]
         yield from torch.autograd.grad(Square.apply(x).sum(), x)
         yield from torch.autograd.grad(nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]).sum(), x)
         with torch.autograd.set_grad_enabled(False):
@@ -562,6 +571,18 @@ def contexts() -> None:
                 yield "nan" in str(error)
 
     both(program)
+
+
+def dropped() -> None:
+    """The argument of a call may be dropped at once, also where the callee reads it much later."""
+    x = torch.randn(200, 200)
+    busy = [rpc.rpc_async(W1, time.sleep, (0.1,)) for _ in range(16)]
+    futures = [rpc.rpc_async(W1, torch.mul, (there(x), float(n))) for n in range(4)]
+    rrefs = [rpc.remote(W1, torch.mul, (there(x), float(n))) for n in range(4)]
+    there(x).sum().item()  # tells the stream what has died
+    for n in range(4):
+        assert torch.equal(futures[n].wait(), x * n) and torch.equal(rrefs[n].to_here(), x * n)
+    torch.futures.wait_all(busy)
 
 
 def functions() -> None:
@@ -913,7 +934,7 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
+    dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
     collectives, no_memory, graph_is_plain,
 )  # fmt: skip
 

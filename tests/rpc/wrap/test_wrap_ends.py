@@ -209,6 +209,10 @@ def closed() -> None:
         assert_same(*(step(each, o, x, y) for each, o in zip((model, first), optimizers)))
         assert_same(*(step(each, o, x, y) for each, o in zip((other, twin), optimizers[2:])))
     assert_same(model.state_dict(), first.state_dict())
+    with torch.inference_mode():
+        other.close()
+        wrap(other, {"2": "worker2"})
+    assert_same(*(step(each, o, x, y) for each, o in zip((other, twin), optimizers[2:])))
 
 
 def test_closing(drive):

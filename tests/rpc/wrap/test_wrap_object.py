@@ -219,6 +219,10 @@ def pickled() -> None:
         assert_same(step(plain, sgd(plain), *DATA[0]), step(other, sgd(other), *DATA[0]))
         assert_same(plain.state_dict(), other.state_dict())
     step(model, sgd(model), *DATA[0])
+    x = DATA[0][0].clone().requires_grad_()
+    with rpc.autograd.context() as context:  # a module in a call has parameters of its own, wherever they lay
+        rpc.autograd.backward(context, [rpc.rpc_sync("worker2", nn.Module.__call__, (model, x)).sum()])
+        assert list(rpc.autograd.get_gradients(context)) == [x]
 
 
 def test_a_pickle_of_the_model(drive):
