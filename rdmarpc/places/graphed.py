@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -85,14 +85,17 @@ class Graphed:
 
     def _around(self) -> tuple[Any, ...]:
         """What a step depends on besides its arguments, as far as it is looked at: flags of torch, what modules have and the
-        numbers of it (whether they train, say), those and states of optimizers, which gradients there are and are wanted."""
+        numbers of it (whether they train, say), those and states of optimizers, which gradients there are and are wanted, and
+        the hooks of them all."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
         found = [module for ref in self._modules.values() if (module := ref()) is not None]
         had = [chain(each._parameters.values(), each._buffers.values(), each._modules.values()) for each in found]
-        modules = tuple((*_numbers_of(module), *map(id, values)) for module, values in zip(found, had))
+        modules = tuple((*_numbers_of(module), *_hooks_of(module), *map(id, values)) for module, values in zip(found, had))
         numbers = tuple(_options(each) for ref in self._optimizers.values() if (each := ref()) is not None)
-        wanted = tuple((leaf.grad is None, leaf.requires_grad) for ref in self._leaves.values() if (leaf := ref()) is not None)
+        leaves = [leaf for ref in self._leaves.values() if (leaf := ref()) is not None]
+        hooks = [(*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ())) for leaf in leaves]
+        wanted = tuple((leaf.grad is None, leaf.requires_grad, hooked) for leaf, hooked in zip(leaves, hooks))
         return flags_of_gpus(), modes, modules, numbers, wanted
 
     def _form(self, key: Any) -> _Form:
@@ -222,6 +225,11 @@ def _numbers_of(thing: Any) -> list[Any]:
     return [each for each in thing.__dict__.values() if each.__class__ in _NUMBERS]
 
 
+def _hooks_of(module: Any) -> Iterator[int]:
+    """The numbers of its hooks."""
+    return chain(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+
+
 def _options(optimizer: Any) -> tuple[Any, ...]:
     """Its numbers, those of its groups and states, and the tensors that it has."""
     groups = (
@@ -234,6 +242,8 @@ def _options(optimizer: Any) -> tuple[Any, ...]:
     states = (id(each) if isinstance(each, torch.Tensor) else each for each in found)
     return (
         *_numbers_of(optimizer),
+        *optimizer._optimizer_step_pre_hooks,
+        *optimizer._optimizer_step_post_hooks,
         *groups,
         *(id(each) for group in optimizer.param_groups for each in group["params"]),
         *states,

@@ -618,7 +618,7 @@ def test_calls_within(group):
 
 
 def exchanged() -> None:
-    """Modules, buffers and states of optimizers take turns, and both live on."""
+    """Modules, buffers and states of optimizers take turns, and both live on; hooks come and go."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -649,7 +649,25 @@ def exchanged() -> None:
             states += [optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())]
         optimizer.load_state_dict(states[turn])
 
-    for exchange in (head, order, buffer, state):
+    def clamped(weight: torch.Tensor) -> None:
+        weight.grad.clamp_(-0.1, 0.1)
+
+    def halved(optimizer: Any, *given: Any) -> None:
+        torch._foreach_mul_([each.grad for each in optimizer.param_groups[0]["params"] if each.grad is not None], 0.5)
+
+    def hooks(net: Any, optimizer: Any, turn: int) -> None:
+        if not (handles := net.__dict__.setdefault("handles", [])):
+            weight = net.head.weight
+            handles += [
+                weight.register_hook(lambda grad: grad * 2),
+                weight.register_post_accumulate_grad_hook(clamped),
+                net.head.register_forward_hook(lambda module, args, out: out * 0.5),
+                optimizer.register_step_pre_hook(halved),
+            ]
+        else:
+            handles.pop().remove()
+
+    for exchange in (head, order, buffer, state, hooks):
         pair = Pair(Heads(), momentum, {"body": "worker1", "head": "worker2"})
         for turn, (x, y) in enumerate(batches(20)):
             if turn % 5 == 4:
