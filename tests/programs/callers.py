@@ -49,12 +49,20 @@ def graphed(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
     return found
 
 
+def served(net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """For programs of ``served_programs``."""
+    import rdmarpc as rpc
+
+    return rpc.serve(net, **options)
+
+
 TARGETS: dict[str, tuple[judge.Place, int]] = {
     "identity": (identity, 0),
     "wrap": (wrap, 3),
     "remote": (remote, 3),
     "graphed": (graphed, 3),
     "mixed": (wrap, 2),
+    "served": (served, 2),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 
