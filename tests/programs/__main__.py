@@ -21,10 +21,11 @@ import drawn_programs
 import judge
 import mixed_programs
 import probes
+import served_pairs
 import served_programs
 from callers import Callers, Job
 
-PROGRAMS: dict[str, Any] = {"mixed": mixed_programs, "served": served_programs}
+PROGRAMS: dict[str, Any] = {"mixed": mixed_programs, "served": served_programs, "paired": served_pairs}
 """Targets that have programs of their own."""
 
 
@@ -37,7 +38,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
     parser.add_argument(
-        "--target", default="remote", help="identity, wrap, remote, graphed, mixed, served, or module:function:workers"
+        "--target", default="remote", help="identity, wrap, remote, graphed, mixed, served, paired, or module:function:workers"
     )
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")

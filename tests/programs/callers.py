@@ -18,6 +18,7 @@ from typing import Any
 import judge
 import mixed_calls
 import probes
+import served_pairs
 from forks import forks
 from torch import nn
 
@@ -56,6 +57,11 @@ def served(net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     return rpc.serve(net, **options)
 
 
+def paired(net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """For programs of ``served_pairs``."""
+    return served_pairs.placed(net, dict(options))
+
+
 TARGETS: dict[str, tuple[judge.Place, int]] = {
     "identity": (identity, 0),
     "wrap": (wrap, 3),
@@ -63,6 +69,7 @@ TARGETS: dict[str, tuple[judge.Place, int]] = {
     "graphed": (graphed, 3),
     "mixed": (wrap, 2),
     "served": (served, 2),
+    "paired": (paired, 3),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 

@@ -75,20 +75,25 @@ def _line(dice: random.Random, names: list[str]) -> Line:
 
 def source(made: Recipe) -> str:
     """The program's text."""
+    return text(made, SERVERS, "one_trainer")
+
+
+def text(made: Recipe, servers: list[str], trainer: str) -> str:
+    """``trainer``: the name of a function."""
     lines = [
         "import torch",
         "from served_nets import *",
+        "from served_pairs import Pair",
         "from served_statements import *",
         "",
         "def program(place, keep):",
         f"    torch.manual_seed({made.seed})",
         f"    kind, options = torch.optim.{made.optimizer}",
         f"    served = dict(placement={made.placement!r}, staging={made.staging!r}, name='m{made.seed}')",
-        f"    net = place({made.net}(), dict(servers={SERVERS}, optimizer=kind, **served, **options))",
-        "    optimizer = getattr(net, 'optimizer', None) or kind(net.parameters(), **options)",
-        "    trainer = Trainer(net, optimizer, keep)",
+        f"    net = place({made.net}(), dict(servers={servers}, optimizer=kind, **served, **options))",
+        f"    trainer = {trainer}(net, kind, options, keep)",
         *(f"    trainer.does({line.statement}, {line.seed}, {line.share})" for line in made.lines),
-        "    keep('optimizer', state_of(optimizer))",
+        "    trainer.ends()",
         "",
     ]
     return "\n".join(lines)

@@ -44,6 +44,9 @@ class Trainer:
         with self._attempt(self._number):
             self.keep(statement.__name__, statement(self))
 
+    def ends(self) -> None:
+        self.keep("optimizer", state_of(self.optimizer))
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.net.parameters())
@@ -82,6 +85,11 @@ class Trainer:
 
     def _generator(self, number: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + number)
+
+
+def one_trainer(net: nn.Module, kind: Any, options: dict[str, Any], keep: Callable[[str, Any], None]) -> Trainer:
+    """The optimizer of a served model is the model's."""
+    return Trainer(net, getattr(net, "optimizer", None) or kind(net.parameters(), **options), keep)
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
