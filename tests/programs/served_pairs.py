@@ -18,7 +18,7 @@ import served_programs
 import torch
 from served_nets import NETS
 from served_programs import Line, Recipe, smaller
-from served_statements import STATEMENTS, Statement, Trainer
+from served_statements import STATEMENTS, Statement, Trainer, one_trainer, reads_the_state
 from torch import nn
 
 import rdmarpc as rpc
@@ -33,7 +33,7 @@ STATEMENTS_OF_TWO = [
     "trains_twice",
     "accumulates",
     "evaluates",
-    "evaluates_with_exchanged_averages",
+    "exchanges_data_and_back",
     "clears_gradients",
     "clips_the_norm",
     "sets_a_gradient",
@@ -50,18 +50,17 @@ STATEMENTS_OF_TWO = [
     "lowers_the_rate",
 ]
 
+NETS_OF_TWO = [net for net in NETS if net not in ("Buffered", "Rare", "weight_normed")]
+"""Without those that have a state of their own at each trainer, or cannot be pickled."""
 
 __all__ = ["Pair", "recipe", "smaller", "source"]
 
 
 def recipe(seed: int) -> Recipe:
     dice = random.Random(seed)
-    net = dice.choice(
-        [net for net in NETS if net not in ("Buffered", "Rare", "weight_normed")]
-    )  # not one for both, or no pickle
     names = dice.choices(STATEMENTS_OF_TWO, k=dice.randint(4, 14))
     lines = tuple(Line(name, dice.randrange(10**6), round(dice.random(), 3)) for name in names)
-    return replace(served_programs.recipe(seed), net=net, lines=lines)
+    return replace(served_programs.recipe(seed), net=dice.choice(NETS_OF_TWO), lines=lines)
 
 
 def source(made: Recipe) -> str:
@@ -87,16 +86,18 @@ class Second:
 
 
 class Pair:
+    """Both trainers. Runs at the first one."""
+
     def __init__(self, net: nn.Module, kind: Any, options: dict[str, Any], keep: Callable[[str, Any], None]) -> None:
         self._keep = keep
         self._threads = ThreadPoolExecutor(1)
-        if hasattr(net, "optimizer"):
-            self._first, self._second = Trainer(net, net.optimizer, keep), _second_there
-            return
-        twin = copy.deepcopy(net)
-        optimizers = [kind(each.parameters(), **options) for each in (net, twin)]
-        _join(optimizers)
-        self._first, self._second = Trainer(net, optimizers[0], keep), Second(twin, optimizers[1]).does
+        self._first = one_trainer(net, kind, options, keep)
+        self._second = _second_there
+        if not hasattr(net, "optimizer"):
+            twin = copy.deepcopy(net)
+            optimizer = kind(twin.parameters(), **options)
+            _join([self._first.optimizer, optimizer])
+            self._second = Second(twin, optimizer).does
 
     def does(self, statement: Statement, seed: int, share: float) -> None:
         second = self._threads.submit(self._second, statement.__name__, seed, share)
@@ -104,6 +105,8 @@ class Pair:
         self._keep("write of the second", second.result())
 
     def ends(self) -> None:
+        self.does(reads_the_state, 0, 0.0)
+        self._first.ends()
         self._threads.shutdown()
         if self._second is _second_there:
             rpc.rpc_sync("worker1", _close)

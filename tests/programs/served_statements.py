@@ -696,6 +696,15 @@ def exchanges_two(trainer: Trainer) -> None:
 
 
 @statement
+def exchanges_data_and_back(trainer: Trainer) -> None:
+    weights = [parameter.data for parameter in trainer.parameters]
+    for parameter in trainer.parameters:
+        parameter.data = parameter.detach() * 0.9
+    for parameter, weight in zip(trainer.parameters, weights):
+        parameter.data = weight
+
+
+@statement
 def evaluates_with_exchanged_averages(trainer: Trainer) -> Any:
     """As the EMA class of many repositories does. Sometimes the weights do not come back."""
     named = dict(trainer.net.named_parameters())
