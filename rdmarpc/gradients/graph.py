@@ -19,6 +19,8 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..base import here
+
 Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
 
 REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction._backward_cls
@@ -125,7 +127,7 @@ def unbound(value: Any) -> Any:
     while left:
         item = left.pop()
         kind = type(item)
-        if (kind is _PARAMETER or hasattr(item, "_is_param")) and item.requires_grad:
+        if (kind is _PARAMETER or (kind in here.remote_classes and hasattr(item, "_is_param"))) and item.requires_grad:
             return _unbound(value, {})
         if kind in _CONTAINERS and id(item) not in seen:  # a list may hold itself
             seen.add(id(item))
@@ -136,7 +138,8 @@ def unbound(value: Any) -> Any:
 def _unbound(value: Any, made: dict[int, Any]) -> Any:
     """``made``: what was made of its parts so far, by their ids, so that what occurs twice in it arrives as one object."""
     kind = type(value)
-    if (kind is _PARAMETER or hasattr(value, "_is_param")) and value.requires_grad and id(value) not in made:
+    parameter = kind is _PARAMETER or (kind in here.remote_classes and hasattr(value, "_is_param"))
+    if parameter and value.requires_grad and id(value) not in made:
         made[id(value)] = value.view_as(value)
     if kind not in _CONTAINERS or id(value) in made:
         return made.get(id(value), value)

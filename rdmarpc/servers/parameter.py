@@ -75,7 +75,7 @@ class ServedParameter(nn.Parameter):
     def _ordinary(self) -> nn.Parameter:
         return nn.Parameter(super().detach().clone(memory_format=torch.preserve_format), self.requires_grad)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self._ordinary())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
