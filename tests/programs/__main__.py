@@ -21,7 +21,12 @@ import drawn_programs
 import judge
 import mixed_programs
 import probes
+import served_pairs
+import served_programs
 from callers import Callers, Job
+
+PROGRAMS: dict[str, Any] = {"mixed": mixed_programs, "served": served_programs, "paired": served_pairs}
+"""Targets that have programs of their own."""
 
 
 def main() -> int:
@@ -32,7 +37,9 @@ def main() -> int:
     parser.add_argument("--seeds", default="", help="A-B, or only A: to go on until --minutes are over")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
-    parser.add_argument("--target", default="remote", help="identity, wrap, remote, graphed, mixed, or module:function:workers")
+    parser.add_argument(
+        "--target", default="remote", help="identity, wrap, remote, graphed, mixed, served, paired, or module:function:workers"
+    )
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
     parser.add_argument("--print", action="store_true", help="the program's text, and do not run it")
@@ -67,12 +74,14 @@ def _drawn(seed: int, options: argparse.Namespace) -> tuple[str, Job]:
 
 
 def _recipe(seed: int, options: argparse.Namespace) -> Any:
-    return mixed_programs.recipe(seed) if options.target == "mixed" else drawn_programs.recipe(seed, not options.no_draws)
+    if options.target in PROGRAMS:
+        return PROGRAMS[options.target].recipe(seed)
+    return drawn_programs.recipe(seed, not options.no_draws)
 
 
 def _job(made: Any, options: argparse.Namespace) -> Job:
-    if options.target == "mixed":
-        return "mixed", mixed_programs.source(made)
+    if options.target in PROGRAMS:
+        return "mixed" if options.target == "mixed" else "text", PROGRAMS[options.target].source(made)
     return "text", (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)
 
 
@@ -108,7 +117,7 @@ def _campaign(options: argparse.Namespace) -> int:
 
 
 def _shrink(options: argparse.Namespace) -> int:
-    programs = mixed_programs if options.target == "mixed" else drawn_programs
+    programs = PROGRAMS.get(options.target, drawn_programs)
     with Callers(options.target, options.limit) as callers:
 
         def verdict(made: Any) -> judge.Verdict:
@@ -120,7 +129,7 @@ def _shrink(options: argparse.Namespace) -> int:
             if kind in judge.GOOD:
                 print(f"{seed}: {kind}")
                 continue
-            made = programs.shrunk(made, lambda less, kind=kind: verdict(less).kind == kind)
+            made = judge.shrunk(made, programs.smaller, lambda less, kind=kind: verdict(less).kind == kind)
             last = verdict(made)
             print(_job(made, options)[1], f"\n# {seed}: {last.kind}: {last.detail}")
     return 0

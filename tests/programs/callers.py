@@ -18,6 +18,7 @@ from typing import Any
 import judge
 import mixed_calls
 import probes
+import served_pairs
 from forks import forks
 from torch import nn
 
@@ -49,12 +50,26 @@ def graphed(net: nn.Module, placement: Mapping[str, str]) -> nn.Module:
     return found
 
 
+def served(net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """For programs of ``served_programs``."""
+    import rdmarpc as rpc
+
+    return rpc.serve(net, **options)
+
+
+def paired(net: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """For programs of ``served_pairs``."""
+    return served_pairs.placed(net, dict(options))
+
+
 TARGETS: dict[str, tuple[judge.Place, int]] = {
     "identity": (identity, 0),
     "wrap": (wrap, 3),
     "remote": (remote, 3),
     "graphed": (graphed, 3),
     "mixed": (wrap, 2),
+    "served": (served, 2),
+    "paired": (paired, 3),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 

@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from program_blocks import BLOCKS, D
@@ -299,10 +299,3 @@ def smaller(made: Recipe) -> Iterator[Recipe]:
     for field, value in plain.items():
         if getattr(made, field) != value:
             yield replace(made, **{field: value})
-
-
-def shrunk(made: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """A recipe that still ``fails`` and of which nothing can be taken away."""
-    while less := next((less for less in smaller(made) if fails(less)), None):
-        made = less
-    return made

@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch import nn
 Place = Callable[[nn.Module, Any], nn.Module]
 """Moves what ``{path: worker}`` says. Chosen programs have their own way to say it (``probes.spread``)."""
 Program = Callable[[Place, Callable[[str, Any], None]], None]
+
+Recipe = TypeVar("Recipe")
+"""What a program is made of, as a module that draws programs has it."""
 
 GOOD = ("equal", "same error", "late error")
 """``late error``: the text of the error of one process, raised later or as another type."""
@@ -261,3 +264,10 @@ def closeness(a: torch.Tensor, b: torch.Tensor) -> str:
     scale = float(a.double().nan_to_num(0, 0, 0).abs().max())
     near = 0.05 if a.element_size() == 2 else 1e-3
     return "rounded" if torch.allclose(a.double(), b.double(), near, 1e-4 * scale, equal_nan=True) else "WRONG"
+
+
+def shrunk(made: Recipe, smaller: Callable[[Recipe], Iterator[Recipe]], fails: Callable[[Recipe], bool]) -> Recipe:
+    """A recipe that still ``fails`` and of which nothing can be taken away."""
+    while less := next((less for less in smaller(made) if fails(less)), None):
+        made = less
+    return made

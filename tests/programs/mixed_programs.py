@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -382,10 +382,3 @@ def _less(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
     for n, part in enumerate(parts):
         for body in _less(part.body):
             yield (*parts[:n], replace(part, body=body), *parts[n + 1 :])
-
-
-def shrunk(made: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """A recipe that still ``fails`` and of which nothing can be taken away."""
-    while less := next((less for less in smaller(made) if fails(less)), None):
-        made = less
-    return made
