@@ -141,7 +141,7 @@ class ServedModel(Extension):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._servers is not None:
             self._servers.pull()
-            if len(self._servers.workers) > 1:
+            if len(self._servers.workers) > 1 and torch.is_grad_enabled():  # an evaluation may exchange data for a while
                 self._servers.check_written()
         return super().__call__(*args, **kwargs)
 

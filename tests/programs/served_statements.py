@@ -696,12 +696,14 @@ def exchanges_two(trainer: Trainer) -> None:
 
 
 @statement
-def exchanges_data_and_back(trainer: Trainer) -> None:
+def exchanges_data_and_back(trainer: Trainer) -> Any:
     weights = [parameter.data for parameter in trainer.parameters]
     for parameter in trainer.parameters:
         parameter.data = parameter.detach() * 0.9
+    out = trainer.evaluated()
     for parameter, weight in zip(trainer.parameters, weights):
         parameter.data = weight
+    return out
 
 
 @statement

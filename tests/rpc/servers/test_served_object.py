@@ -259,6 +259,14 @@ def several_workers(rank: int) -> None:
     step(model, model.optimizer, 0)
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
     step(model, model.optimizer, 1)
+    with torch.no_grad():  # an evaluation of averages
+        kept = model.last.weight.data
+        model.last.weight.data = torch.ones(8, 8)
+        assert torch.equal(model.last(torch.ones(1, 8)), torch.full((1, 8), 8.0) + model.last.bias)
+        model(batch(0)[0])
+        model.last.weight.data = kept
+    step(model, model.optimizer, 2)
+    del kept
     with torch.no_grad():
         model.last.weight.clamp_(-0.01, 0.01)
     with pytest.raises(rpc.NotSupported, match=r"'last.weight' was written into here"):
