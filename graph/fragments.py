@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Phase(StrEnum):
@@ -33,8 +34,7 @@ class Kind(StrEnum):
     UPDATE = "update"
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor over a storage. Strides and offset in elements."""
 
     storage: int
@@ -44,8 +44,7 @@ class Operand:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """An operator that ran at a place. ``written``: positions of the operands that it writes. ``results`` over storages of no
     operand are new. ``path``: the module in which it (of a backward: its forward) ran; "" where nobody knows."""
 
@@ -67,8 +66,7 @@ class Operation:
         return f"backward of {where}" if self.phase == Phase.BACKWARD else where
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A copy of ``operand`` from place to place, which is storage ``made`` there. ``nbytes`` have crossed. ``name``: what the
     tensor is called, where that is known; of a gradient: what it is the gradient of. ``maker``: the operation that made it, if
     it is none that was recorded."""
@@ -86,15 +84,14 @@ class Move:
 Event = Operation | Move
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What one thread posted. ``sizes``: bytes of each storage. ``kinds``: of storages whose making was not recorded (those of
     no kind are inputs). ``here``: the place of the process that posted."""
 
     here: str
     events: tuple[Event, ...]
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    kinds: Mapping[int, Kind] = field(default_factory=dict)
+    sizes: Mapping[int, int] = MappingProxyType({})
+    kinds: Mapping[int, Kind] = MappingProxyType({})
 
 
 # -- the graph
@@ -103,8 +100,7 @@ Version = tuple[int, int]
 """A storage, and how often it was written before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(NamedTuple):
     """Of a storage: its place, and the first and last event (by number) that touches it. ``made``: the event that made it;
     ``None``: it was there before."""
 
@@ -260,7 +256,7 @@ def steps(recorded: Recorded) -> list[Recorded]:
     if len(begins) > 1 and all(forward[begins[-1] :]) and not any(getattr(each, "path", "") for each in events[begins[-1] :]):
         begins.pop()
     ends = [*begins[1:], len(events)]
-    return [replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]
+    return [recorded._replace(events=events[begin:end]) for begin, end in zip(begins, ends)]
 
 
 def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[tuple[int, Move]]]:

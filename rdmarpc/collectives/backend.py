@@ -569,14 +569,10 @@ class ProcessGroup(_Group):
         return lines
 
 
-def _explain() -> list[str]:
-    return [line for group in list(groups) for line in group.explain()]
-
-
 def _in_child() -> None:
     for group in list(groups):
         group.forked()
 
 
-here.explained.append(_explain)
+here.explained.append(lambda: [line for group in list(groups) for line in group.explain()])
 os.register_at_fork(after_in_child=_in_child)

@@ -153,8 +153,7 @@ class Wave:
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
-        if self.run_.context.ended:
-            self.run_.context.check()
+        self.run_.context.check()
         if self.run_.held or self.run_.static:  # something of the pass may still run here
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)

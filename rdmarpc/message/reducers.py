@@ -105,10 +105,8 @@ def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requ
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
     # The sender's tensor was valid, and checking reads every index. So only tensors of peers without full trust are checked.
-    checked = permits.current is not None
-    made = torch.sparse_coo_tensor(
-        indices, values, shape, device=values.device, check_invariants=checked, is_coalesced=coalesced
-    )
+    checked, where = permits.current is not None, values.device
+    made = torch.sparse_coo_tensor(indices, values, shape, device=where, check_invariants=checked, is_coalesced=coalesced)
     return made.requires_grad_(requires_grad)
 
 
