@@ -81,9 +81,7 @@ def _unpack(packed: bytes, gradients: Sequence[torch.Tensor]) -> list[tuple[int,
     """Raises ``IndexError`` and ``struct.error`` for what ``_pack`` has not made."""
     (count,) = _GRADIENTS.unpack_from(packed)
     start = _GRADIENTS.size + count * _ENTRY.size
-    places: list[torch.Tensor | None] = []
-    for (place,) in _PLACE.iter_unpack(packed[start:]):
-        places.append(None if place == _UNDEFINED else gradients[place])
+    places = [None if place == _UNDEFINED else gradients[place] for (place,) in _PLACE.iter_unpack(packed[start:])]
     entries, at = [], 0
     for message, count in _ENTRY.iter_unpack(packed[_GRADIENTS.size : start]):
         entries.append((message, tuple(places[at : at + count])))

@@ -37,12 +37,10 @@ from .layout import is_memory, travels
 
 _OF_SCRIPTS = "torch._jit_internal"
 _tuple_classes: dict[tuple[str, tuple[str, ...]], type] = {}
-_COMPRESSED = {
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-}
+_OF_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices
+_OF_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices
+_COMPRESSED = dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _OF_ROWS)
+_COMPRESSED |= dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _OF_COLUMNS)
 
 
 def reduce_tensor(value: torch.Tensor) -> Any:

@@ -148,7 +148,7 @@ class ShmChannel(Channel):
         _, mapped = self.resolve(remote, write=True)
         if not mapped or remote.nbytes == 0:
             return None
-        return ShmMapped(self, self.peer_memory.view(remote.region), remote.offset, remote.nbytes)
+        return ShmMapped(self, self.peer_memory.views[remote.region], remote.offset, remote.nbytes)
 
     def peer_ended(self) -> bool:
         return not runs(self.pid)
@@ -218,7 +218,7 @@ class ShmChannel(Channel):
             self.peer_memory.add_segment(fds, number, key, nbytes, writable=kind == LANDING)
             self.questions.news()
         elif kind == REGION:
-            self.peer_memory.add_region(number, address, nbytes, key)
+            self.peer_memory.foreign[number] = (address, nbytes, key)
             self.questions.news()
         elif kind == GONE:
             self._gone(number)
