@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
-from typing import NamedTuple
 
 
 class Phase(StrEnum):
@@ -34,7 +33,8 @@ class Kind(StrEnum):
     UPDATE = "update"
 
 
-class Operand(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Operand:
     """A tensor over a storage. Strides and offset in elements."""
 
     storage: int
@@ -44,7 +44,8 @@ class Operand(NamedTuple):
     offset: int = 0
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Operation:
     """An operator that ran at a place. ``written``: positions of the operands that it writes. ``results`` over storages of no
     operand are new. ``path``: the module in which it (of a backward: its forward) ran; "" where nobody knows."""
 
@@ -66,7 +67,8 @@ class Operation(NamedTuple):
         return f"backward of {where}" if self.phase == Phase.BACKWARD else where
 
 
-class Move(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Move:
     """A copy of ``operand`` from place to place, which is storage ``made`` there. ``nbytes`` have crossed. ``name``: what the
     tensor is called, where that is known; of a gradient: what it is the gradient of. ``maker``: the operation that made it, if
     it is none that was recorded."""
@@ -84,14 +86,15 @@ class Move(NamedTuple):
 Event = Operation | Move
 
 
-class Recorded(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Recorded:
     """What one thread posted. ``sizes``: bytes of each storage. ``kinds``: of storages whose making was not recorded (those of
     no kind are inputs). ``here``: the place of the process that posted."""
 
     here: str
     events: tuple[Event, ...]
-    sizes: Mapping[int, int] = MappingProxyType({})
-    kinds: Mapping[int, Kind] = MappingProxyType({})
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    kinds: Mapping[int, Kind] = field(default_factory=dict)
 
 
 # -- the graph
@@ -100,7 +103,8 @@ Version = tuple[int, int]
 """A storage, and how often it was written before."""
 
 
-class Life(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Life:
     """Of a storage: its place, and the first and last event (by number) that touches it. ``made``: the event that made it;
     ``None``: it was there before."""
 
@@ -256,7 +260,7 @@ def steps(recorded: Recorded) -> list[Recorded]:
     if len(begins) > 1 and all(forward[begins[-1] :]) and not any(getattr(each, "path", "") for each in events[begins[-1] :]):
         begins.pop()
     ends = [*begins[1:], len(events)]
-    return [recorded._replace(events=events[begin:end]) for begin, end in zip(begins, ends)]
+    return [replace(recorded, events=events[begin:end]) for begin, end in zip(begins, ends)]
 
 
 def crossings(recorded: Recorded) -> dict[tuple[str, ...], list[tuple[int, Move]]]:

@@ -34,7 +34,7 @@ class Awaitable(torch.futures.Future[Any]):
 
             def tell(done: Any) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                    loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))  # done: cancelled
+                    loop.call_soon_threadsafe(_arrive, arrived)
 
             # The callback runs no code of users, so who completes this future need not care.
             torch._C.Future.add_done_callback(self, tell)
@@ -53,6 +53,11 @@ class Awaitable(torch.futures.Future[Any]):
         arrived = Event()
         torch._C.Future.add_done_callback(self, lambda done: arrived.set())
         return arrived.wait(timeout)
+
+
+def _arrive(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():  # else cancelled
+        arrived.set_result(None)
 
 
 _theirs: Any = torch._C._collect_all

@@ -62,11 +62,9 @@ def _answers(pid: int) -> bool:
         return False
     except OSError:
         return True
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    return True
 
 
 class ShmChannel(Channel):
