@@ -90,14 +90,12 @@ _HOMES = {
     "gpu.ipc": "Exports Imports imports_of",
     "gpu.pins": "Pins",
     "gpu.slots": "Borrowed Lent",
-    "memory.sole": "sole",
-    "nic.packages": "packages",
-    "nic.ports": "ports",
-    "tls.openssl": "openssl",
-    "verbs.gpudirect": "gpudirect",
 }
-"""Modules that are imported when they are first asked for, and the names that are theirs. A module is a name itself."""
+"""Modules that are imported when they are first asked for, and the names that are theirs."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = ("memory.sole", "nic.packages", "nic.ports", "tls.openssl", "verbs.gpudirect")
+"""Those that are names themselves."""
+_HOME |= {home.rpartition(".")[2]: home for home in _MODULES}
 
 __all__ = [
     "DONE",

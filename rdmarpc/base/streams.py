@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -128,12 +129,10 @@ class Streams:
         for place, event in others:
             if driver.current_stream(place[0]) == place[1]:
                 continue
-            try:
+            with suppress(RdmaError):  # as in ``ended``
                 if not event.over():
                     event.follow()
                     continue
-            except RdmaError:  # as in ``ended``
-                pass
             with self._lock:
                 if self._ended.get(place) is event:
                     del self._ended[place]

@@ -217,10 +217,9 @@ class ProcessGroup(_Group):
         self._check_count(outputs, "all_gather")
         return self._gathered(ends, outputs, _one(input_tensors)), outputs, ends, (), True
 
-    def _gathered(
-        self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, what: str = "all_gather", root: int = -1
-    ) -> calls.Run:
-        """``outputs``: one for each rank; none at ranks that get nothing."""
+    def _gathered(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, root: int = -1) -> calls.Run:
+        """``outputs``: one for each rank; none at ranks that get nothing. ``root``: of a gather."""
+        what = "all_gather" if root < 0 else "gather"
         check([tensor, *outputs], what)
         if outputs:
             check_own(outputs[self.me], tensor, what)
@@ -238,10 +237,9 @@ class ProcessGroup(_Group):
 
     _allgather_base = all_gather_single
 
-    def _gathered_into(
-        self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, what: str = "all_gather", root: int = -1
-    ) -> calls.Run:
-        """``outputs``: one, or none at ranks that get nothing."""
+    def _gathered_into(self, ends: Ends, outputs: Tensors, tensor: torch.Tensor, root: int = -1) -> calls.Run:
+        """``outputs``: one, or none at ranks that get nothing. ``root``: of a gather."""
+        what = "all_gather" if root < 0 else "gather"
         check([tensor, *outputs], what)
         places: list[torch.Tensor] = []
         for output in outputs:
@@ -272,7 +270,7 @@ class ProcessGroup(_Group):
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
         tensor, root, ends = _one(input_tensors), opts.rootRank, Ends(self.staging)
         outputs = self._at_root(output_tensors, root, "gather")
-        return self._gathered(ends, outputs, tensor, "gather", root), outputs, ends, (), True
+        return self._gathered(ends, outputs, tensor, root), outputs, ends, (), True
 
     @collective
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Made:
@@ -280,7 +278,7 @@ class ProcessGroup(_Group):
         output, input, root, ends = _one(output), _one(input), opts.rootRank, Ends(self.staging)
         self._check_rank(root, "gather")
         outputs = [output] if self.me == root else []
-        return self._gathered_into(ends, outputs, input, "gather", root), outputs, ends, [input], True
+        return self._gathered_into(ends, outputs, input, root), outputs, ends, [input], True
 
     gather_into_tensor = gather_single
 
@@ -569,14 +567,10 @@ class ProcessGroup(_Group):
         return lines
 
 
-def _explain() -> list[str]:
-    return [line for group in list(groups) for line in group.explain()]
-
-
 def _in_child() -> None:
     for group in list(groups):
         group.forked()
 
 
-here.explained.append(_explain)
+here.explained.append(lambda: [line for group in list(groups) for line in group.explain()])
 os.register_at_fork(after_in_child=_in_child)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 
 from ..transport import PeerLost, RdmaError, TransferTimeout, exchange, fresh, kept
 from .meeting import ERROR, LEFT, Ranks, has_left
@@ -79,21 +80,20 @@ class Engine:
             if self.error is not None or streams is None:
                 self.check()
             assert streams is not None
-            found = self._plans.get(key)
-            if found is None:
+            plan = self._plans.get(key)
+            if plan is None:
                 if len(self._plans) >= _PLANS:
                     self._plans.clear()
-                found = self._plans[key] = make(streams)
-            plan = found
+                plan = self._plans[key] = make(streams)
             if plan.changes:
-                self._naming(lambda: streams.offer(plan))
+                self._naming(partial(streams.offer, plan))
             streams.begin(plan, self.sequence, source, target, patient=aside.on)
             while (status := streams.advance(_SLICE_NS)) != exchange.OK:
                 if status == exchange.MISMATCH:
                     raise self._mismatch(streams.at_fault())
                 self._look(status == exchange.CLOSED)
             if plan.changes:
-                self._naming(lambda: streams.grow(plan, self.limit, lambda: self._look(False)))
+                self._naming(partial(streams.grow, plan, self.limit, partial(self._look, False)))
                 self._plans.clear()
 
     def _naming(self, use: Callable[[], None]) -> None:

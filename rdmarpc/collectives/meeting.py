@@ -172,11 +172,8 @@ _LAST = "open"
 
 def named(ranks: Sequence[int]) -> str:
     """Ranks, for people: 0-3, 8."""
-    parts: list[str] = []
-    for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0]):
-        found = [rank for _, rank in run]
-        parts.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0]))
-    return ", ".join(parts)
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 class LaneMeeting(Meeting):

@@ -275,13 +275,13 @@ class Queue:
             if self._pending:
                 self._look_after()
 
-    def submit(self, work: Work, waits: bool) -> Work:
+    def submit(self, work: Work, waits: bool) -> None:
         """Have a call run. ``waits``: by this thread, if no other call is before it. That of a callback of this queue runs at
         once. Raises ``NotSupported`` if the next call did not wait for it, or that of another callback has no order."""
         work.origin = self._origin
         if here.caller is not None and here.caller.origin == self._origin:
             self._run_within(work)
-            return work
+            return
         with self._lock:
             self._order.add(work.describe)
             mine = waits and not self.busy and not self._pending
@@ -291,9 +291,9 @@ class Queue:
                 self._pending.append(work)
                 self._look_after()
         if mine:
-            self._run(work)
-            work.finish(work.error)
-        return work
+            error = failure(work)
+            self.give()
+            work.finish(error)
 
     def _look_after(self) -> None:
         """With the lock held: a thread has to take what is pending. That of the call that runs may be busy with callbacks
@@ -303,10 +303,6 @@ class Queue:
         elif not self._starting:
             self._starting += 1
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-
-    def _run(self, work: Work) -> None:
-        work.error = failure(work)
-        self.give()
 
     def _run_within(self, work: Work) -> None:
         """Run what a callback of the call that is held calls."""

@@ -127,11 +127,11 @@ class _Lane:
             self.handle = cuda_driver.driver().new_stream()
         self._stream = cuda_driver.as_torch(index, self.handle)
 
-    def copy(self, begin: Event, copy: Callable[[], None]) -> Event:
+    def copy(self, begin: Event, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Enqueue a copy behind ``begin``. The event of its end."""
         begin.follow(self.handle)
         with cuda_driver.driver().on(self._index), cuda_driver.on_streams((self._stream,)):
-            copy()
+            target.copy_(source, non_blocking=True)
         return Event(self._index, self.handle)
 
 
@@ -157,23 +157,15 @@ class Staging:
 
     def read(self, tensor: torch.Tensor, host: torch.Tensor) -> Event:
         """Copy the values of a tensor to the host. They are there when the event has come."""
-
-        def copy() -> None:
-            host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-
         begin = self._begin(tensor)
         self._count(tensor)
-        return self._lane(tensor, out=True).copy(begin, copy)
+        return self._lane(tensor, out=True).copy(begin, host.view(tensor.shape), tensor.detach())
 
     def write(self, tensor: torch.Tensor, host: torch.Tensor) -> Callable[[], Event]:
         """The call that copies what is in host memory then into a tensor."""
-
-        def copy() -> None:
-            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
-
         begin, lane = self._begin(tensor), self._lane(tensor, out=False)
         self._count(tensor)
-        return lambda: lane.copy(begin, copy)
+        return lambda: lane.copy(begin, tensor.detach(), host.view(tensor.shape))
 
     def close(self) -> None:
         """Let go of what is pinned. No call is under way."""

@@ -131,8 +131,7 @@ class Context:
         """The name of a backward pass that begins here, at worker number ``me``, and our part of it."""
         run = Pass(self, retain_graph, roots)
         with self.lock:
-            if self.ended:
-                self.check()
+            self.check()
             serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
             self.passes[me, serial] = run
             oldest = min([count for worker, count in self.passes if worker == me])
@@ -142,8 +141,7 @@ class Context:
         """Our part of a pass that ``worker`` began, made by the first message of it. What that worker began before ``oldest``
         is over. ``RuntimeError`` where the pass, or the context, is over, and where too many are under way."""
         with self.lock:
-            if self.ended:
-                self.check()
+            self.check()
             if len(self.oldest) >= MAX_PASSES and worker not in self.oldest:
                 raise RuntimeError(f"{MAX_PASSES} workers have begun backward passes in autograd context {self.number}")
             oldest = self.oldest[worker] = max(oldest, self.oldest.get(worker, 0))

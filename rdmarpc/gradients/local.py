@@ -22,7 +22,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -358,17 +358,16 @@ class Pass:
                     quieten(node.variable)
             for node in part:
                 node._set_sequence_nr(max(node._sequence_nr(), _BEFORE))
-            _engine.run_backward(
-                (*[GradientEdge(*edge) for edge, _ in taken], halting(_HALT)),
-                (*[gradient for _, gradient in taken], NOTHING_MORE),
-                self.retain_graph,
-                False,
-                (*[GradientEdge(*edge) for edge in beyond], BEHIND),
-                True,
-                False,
-            )
-        except Halted:
-            pass
+            with suppress(Halted):
+                _engine.run_backward(
+                    (*[GradientEdge(*edge) for edge, _ in taken], halting(_HALT)),
+                    (*[gradient for _, gradient in taken], NOTHING_MORE),
+                    self.retain_graph,
+                    False,
+                    (*[GradientEdge(*edge) for edge in beyond], BEHIND),
+                    True,
+                    False,
+                )
         finally:
             for hook in hooks:
                 hook.remove()

@@ -81,9 +81,7 @@ def _unpack(packed: bytes, gradients: Sequence[torch.Tensor]) -> list[tuple[int,
     """Raises ``IndexError`` and ``struct.error`` for what ``_pack`` has not made."""
     (count,) = _GRADIENTS.unpack_from(packed)
     start = _GRADIENTS.size + count * _ENTRY.size
-    places: list[torch.Tensor | None] = []
-    for (place,) in _PLACE.iter_unpack(packed[start:]):
-        places.append(None if place == _UNDEFINED else gradients[place])
+    places = [None if place == _UNDEFINED else gradients[place] for (place,) in _PLACE.iter_unpack(packed[start:])]
     entries, at = [], 0
     for message, count in _ENTRY.iter_unpack(packed[_GRADIENTS.size : start]):
         entries.append((message, tuple(places[at : at + count])))
@@ -153,8 +151,7 @@ class Wave:
 
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
-        if self.run_.context.ended:
-            self.run_.context.check()
+        self.run_.context.check()
         if self.run_.held or self.run_.static:  # something of the pass may still run here
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)

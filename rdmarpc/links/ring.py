@@ -32,6 +32,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..message.tensors import Places
@@ -353,10 +354,8 @@ class Link:
         if self._window is None:
             self._open_soon()
             return
-        try:
+        with suppress(PeerLost):
             self.try_send(CREDIT, 0)
-        except PeerLost:
-            pass
 
     def _lost(self, error: RdmaError) -> PeerLost:
         if isinstance(error, PeerLost):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -65,8 +65,7 @@ def to_devices(given: Iterable[DeviceLike]) -> list[torch.device]:
     return found
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The device maps, devices and number of GPUs of one worker, as it published them."""
 
     maps: dict[str, list[tuple[torch.device, torch.device]]]

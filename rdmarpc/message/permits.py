@@ -19,6 +19,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from itertools import accumulate
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, ClassVar
 
@@ -158,24 +159,16 @@ class Permits:
         if (found := walk(module, name)) is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # Itself, not what it imports, nor what can be reached by way of it.
-        if isinstance(found, ModuleType) or (getattr(found, "__module__", ""), getattr(found, "__qualname__", "")) != (
-            module,
-            name,
-        ):
+        own = getattr(found, "__module__", ""), getattr(found, "__qualname__", "")
+        if isinstance(found, ModuleType) or own != (module, name):
             raise self._refuse(f"{module}.{name}")
         return found
 
     def _covers(self, module: str, name: str) -> bool:
         """Whether the module is allowed, or a class of it in which the name is."""
-        if module in self._modules:
+        if not self._modules.isdisjoint(accumulate(module.split("."), "{}.{}".format)):
             return True
-        at = module.rfind(".")
-        while at > 0:
-            if module[:at] in self._modules:
-                return True
-            at = module.rfind(".", 0, at)
-        at = name.rfind(".")
-        return at > 0 and isinstance(self._named.get((module, name[:at])), type)
+        return isinstance(self._named.get((module, name.rpartition(".")[0])), type)
 
     def find_called(self, module: str, name: str) -> Any:
         """As ``find``, for the function that a request names: also finds the functions of ours that peers call."""

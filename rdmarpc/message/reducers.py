@@ -37,12 +37,10 @@ from .layout import is_memory, travels
 
 _OF_SCRIPTS = "torch._jit_internal"
 _tuple_classes: dict[tuple[str, tuple[str, ...]], type] = {}
-_COMPRESSED = {
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-}
+_OF_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices
+_OF_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices
+_COMPRESSED = dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _OF_ROWS)
+_COMPRESSED |= dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _OF_COLUMNS)
 
 
 def reduce_tensor(value: torch.Tensor) -> Any:
@@ -105,10 +103,8 @@ def _zeros(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requ
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
     # The sender's tensor was valid, and checking reads every index. So only tensors of peers without full trust are checked.
-    checked = permits.current is not None
-    made = torch.sparse_coo_tensor(
-        indices, values, shape, device=values.device, check_invariants=checked, is_coalesced=coalesced
-    )
+    checked, where = permits.current is not None, values.device
+    made = torch.sparse_coo_tensor(indices, values, shape, device=where, check_invariants=checked, is_coalesced=coalesced)
     return made.requires_grad_(requires_grad)
 
 

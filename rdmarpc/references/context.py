@@ -140,15 +140,11 @@ class RRefContext:
 
     def claim(self, owner: int, rref: int, number: int, parent: int) -> Fork:
         """See ``Forks.claim``."""
-        fork = self.forks.claim(owner, rref, number, parent)
-        self._act()
-        return fork
+        return self._act(self.forks.claim(owner, rref, number, parent))
 
     def hold(self, forks: list[Fork], resume: Resume) -> bool:
         """See ``Forks.hold``."""
-        held = self.forks.hold(forks, resume)
-        self._act()
-        return held
+        return self._act(self.forks.hold(forks, resume))
 
     def undo(self, to: int, payload: bytes) -> None:
         """Take back the forks in front of a pickle that was not sent to ``to``, if there are any."""
@@ -172,15 +168,11 @@ class RRefContext:
 
     def future(self, rref: int) -> Any:
         """The future of a value that lives, or will live, here (``RRefStore.future``)."""
-        future = self.store.future(rref)
-        self._act()
-        return future
+        return self._act(self.store.future(rref))
 
     def found(self, rref: int) -> Any:
         """See ``RRefStore.found``."""
-        found = self.store.found(rref)
-        self._act()
-        return found
+        return self._act(self.store.found(rref))
 
     # -- control messages
 
@@ -255,14 +247,15 @@ class RRefContext:
         self.forks.lost(worker, error)
         self._act()
 
-    def _act(self) -> None:
-        """Without any lock: what follows from what was entered."""
+    def _act(self, found: Any = None) -> Any:
+        """Without any lock: what follows from what was entered. Returns ``found``."""
         for job in drained(self._jobs):
             self._run(job)
         if self.store.dead and not self._burying:
             self._burying = True
             self._run(self._bury)
         self.mail.flush()
+        return found
 
     def _bury(self) -> None:
         """Values die here: their finalizers are users' code."""

@@ -58,10 +58,6 @@ def _add(counts: dict[int, int], worker: int, more: int) -> None:
         del counts[worker]
 
 
-def _without(forks: Mapping[int, int], fork: int) -> Mapping[int, int]:
-    return {number: holder for number, holder in forks.items() if number != fork} or _NONE
-
-
 class Owned:
     """One value: not there yet, there, or failed. Small, as there may be very many. The lock of the store guards it."""
 
@@ -280,7 +276,7 @@ class RRefStore:
             elif owned.forks.pop(fork, None) is not None:
                 self._drop_if_unused(rref, owned)
             else:
-                owned.parked = _without(owned.parked, fork)
+                owned.parked = {number: other for number, other in owned.parked.items() if number != fork} or _NONE
                 self.unsettled.count(holder, -1)
                 self._send(holder, ACCEPT, rref, fork)
 
@@ -345,10 +341,8 @@ class RRefStore:
             self._lost.add(worker)
             self.unsettled.lost(worker)
             for rref, owned in list(self._values.items()):
-                for fork in [fork for fork, holder in owned.forks.items() if holder == worker]:
-                    del owned.forks[fork]
-                for fork in [fork for fork, holder in owned.parked.items() if holder == worker]:
-                    owned.parked = _without(owned.parked, fork)
+                owned.forks = {fork: holder for fork, holder in owned.forks.items() if holder != worker}
+                owned.parked = {fork: holder for fork, holder in owned.parked.items() if holder != worker} or _NONE
                 if owned.known:
                     self._drop_if_unused(rref, owned)
                 elif created_on(rref) == worker:

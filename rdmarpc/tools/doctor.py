@@ -16,8 +16,8 @@ import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import transport
 from ..calls import environment
@@ -37,8 +37,7 @@ _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for none
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """``state``: ``OK``; ``LIMITS``: works, but something is slower or smaller than it could be; ``MISSING``: it is not there.
     ``hint``: what would change that, a command if there is one."""
 
@@ -209,8 +208,7 @@ _NO_HOST = "give a host's name (getent hosts NAME), or Device.address of a worke
 _WITHIN = {"shm": "processes of this host", "verbs": "hosts with a usable RDMA port, too", "tcp": "all other hosts"}
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """How one device stands towards a peer, or towards peers at large: ``why_not`` is empty where it works."""
 
     device: str
@@ -432,9 +430,9 @@ def main(arguments: list[str]) -> None:
     if given.json:
         found = {
             "host": host_id(),
-            "findings": [asdict(finding) for finding in findings],
-            "devices": [asdict(way) for way in devices],
-            "peers": {peer: [asdict(way) for way in to] for peer, to in towards.items()},
+            "findings": [finding._asdict() for finding in findings],
+            "devices": [way._asdict() for way in devices],
+            "peers": {peer: [way._asdict() for way in to] for peer, to in towards.items()},
         }
         print(json.dumps(found, indent=2))
     else:

@@ -221,7 +221,7 @@ class CudaChannel(ShmChannel):
                 )
             memory, number = self.peer_memory, remote.region
             base, total, _ = memory.segments[number]
-            self.pins.hold(base, total, index, memory.view(number), writable=memory.writable(number))
+            self.pins.hold(base, total, index, memory.views[number], writable=number not in memory.read_only)
         return lane, [_ordered(far, address, nbytes, write)]
 
     def lane(self, index: int) -> Lane:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from ..gpu.driver import CU_STREAM_CAPTURE_MODE_RELAXED, driver
 from ..region import RemoteRegion
 from ..shm.transfer import PreparedRequest
 from ..words import kernels
-from ..words.atomics import call, fetch_add, load_acquire, store_release
+from ..words.atomics import call, fetch_add, load_acquire, store_release, word_of
 from ..words.compiled import compiled, compiled_callback
 from ..words.kernels import CLOSED, OK, enter
 from ..words.kernels import post as finish_host
@@ -69,29 +70,24 @@ NOT_STARTED = 1 << 32
 """Added to an error of ``post`` after which ``FINISH`` will not run."""
 
 
-@compiled(i64(i64, i64))
-def _word(block: int, at: int) -> int:
-    return load_acquire(block + 8 * at)
-
-
 @compiled(i64(i64, i64, i64, i64))
 def _group(job: int, group: int, table: int, status: int) -> int:
     """Enqueue one group's wait and copies in its context, which is current then; the first error."""
-    stream, event, scratch = _word(group, GROUP_STREAM), _word(group, GROUP_EVENT), job + 8 * JOB_SCRATCH
+    stream, event, scratch = word_of(group, GROUP_STREAM), word_of(group, GROUP_EVENT), job + 8 * JOB_SCRATCH
     if status == 0:
         store_release(scratch, 0)
-        status = call(_word(table, CAPTURING), _word(group, GROUP_AFTER), scratch, 0, 0)
+        status = call(word_of(table, CAPTURING), word_of(group, GROUP_AFTER), scratch, 0, 0)
         # Our stream would become a part of the graph, and the copies too.
         status = CAPTURED if status == 0 and load_acquire(scratch) != 0 else status
     if status == 0:
-        status = call(_word(table, RECORD), event, _word(group, GROUP_AFTER), 0, 0)
+        status = call(word_of(table, RECORD), event, word_of(group, GROUP_AFTER), 0, 0)
     if status == 0:
-        status = call(_word(table, AWAIT), stream, event, 0, 0)
+        status = call(word_of(table, AWAIT), stream, event, 0, 0)
     at = group + 8 * GROUP_HEAD
-    for _ in range(_word(group, GROUP_COUNT)):
+    for _ in range(word_of(group, GROUP_COUNT)):
         if status != 0:
             break
-        status = call(_word(table, COPY), load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stream)
+        status = call(word_of(table, COPY), load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stream)
         at += 24
     return status
 
@@ -100,41 +96,41 @@ def _group(job: int, group: int, table: int, status: int) -> int:
 def post(job: int) -> int:
     """Enqueue a job whose last post is done (one without copies: any). ``OK``; ``CLOSED``; or the driver's error, with
     ``NOT_STARTED`` or else ``FINISH`` runs all the same. The caller holds the locks of all its lanes."""
-    inflight = enter(_word(job, JOB_WR))
+    inflight = enter(word_of(job, JOB_WR))
     if inflight == 0:
         return CLOSED
-    if _word(job, JOB_COPIES) == 0:
+    if word_of(job, JOB_COPIES) == 0:
         fetch_add(inflight, -1)
         inflight = 0
     store_release(job + 8 * JOB_INFLIGHT, inflight)
-    table, groups, scratch = _word(job, JOB_TABLE), _word(job, JOB_GROUPS), job + 8 * JOB_SCRATCH
+    table, groups, scratch = word_of(job, JOB_TABLE), word_of(job, JOB_GROUPS), job + 8 * JOB_SCRATCH
     status, group, mode = 0, job + 8 * JOB_HEAD, job + 8 * JOB_MODE
     store_release(mode, CU_STREAM_CAPTURE_MODE_RELAXED)
-    call(_word(table, MODE), mode, 0, 0, 0)
+    call(word_of(table, MODE), mode, 0, 0, 0)
     for number in range(groups):
-        pushed = call(_word(table, PUSH), _word(group, GROUP_CONTEXT), 0, 0, 0)
+        pushed = call(word_of(table, PUSH), word_of(group, GROUP_CONTEXT), 0, 0, 0)
         status = _group(job, group, table, status if status != 0 else pushed)
         if pushed == 0 and number < groups - 1:
             # Again the same event: the wait above stands for its recording of then.
-            failed = call(_word(table, RECORD), _word(group, GROUP_EVENT), _word(group, GROUP_STREAM), 0, 0)
+            failed = call(word_of(table, RECORD), word_of(group, GROUP_EVENT), word_of(group, GROUP_STREAM), 0, 0)
             status = status if status != 0 else failed
         elif pushed == 0:
             earlier = job + 8 * JOB_HEAD
             for _ in range(groups - 1):
-                failed = call(_word(table, AWAIT), _word(group, GROUP_STREAM), _word(earlier, GROUP_EVENT), 0, 0)
+                failed = call(word_of(table, AWAIT), word_of(group, GROUP_STREAM), word_of(earlier, GROUP_EVENT), 0, 0)
                 status = status if status != 0 else failed
-                earlier += 8 * (GROUP_HEAD + 3 * _word(earlier, GROUP_COUNT))
+                earlier += 8 * (GROUP_HEAD + 3 * word_of(earlier, GROUP_COUNT))
             if status != 0:
                 store_release(job + 8 * JOB_RESULT, status)
-            launched = call(_word(table, LAUNCH), _word(group, GROUP_STREAM), _word(table, FINISH), job, 0)
+            launched = call(word_of(table, LAUNCH), word_of(group, GROUP_STREAM), word_of(table, FINISH), job, 0)
             if launched != 0:
                 status = launched | NOT_STARTED
         else:
             status |= NOT_STARTED
         if pushed == 0:
-            call(_word(table, POP), scratch, 0, 0, 0)
-        group += 8 * (GROUP_HEAD + 3 * _word(group, GROUP_COUNT))
-    call(_word(table, MODE), mode, 0, 0, 0)  # as it was
+            call(word_of(table, POP), scratch, 0, 0, 0)
+        group += 8 * (GROUP_HEAD + 3 * word_of(group, GROUP_COUNT))
+    call(word_of(table, MODE), mode, 0, 0, 0)  # as it was
     if status >= NOT_STARTED:
         store_release(job + 8 * JOB_RESULT, status & (NOT_STARTED - 1))
         if inflight != 0 and groups == 1:  # the streams of other GPUs may still run: then it stays counted
@@ -145,9 +141,9 @@ def post(job: int) -> int:
 @compiled_callback(void(i64))
 def finish(job: int) -> None:
     """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
-    inflight, done = _word(job, JOB_INFLIGHT), _word(job, JOB_DONE)
-    if _word(job, JOB_RESULT) == OK:
-        result = finish_host(_word(job, JOB_WR))
+    inflight, done = word_of(job, JOB_INFLIGHT), word_of(job, JOB_DONE)
+    if word_of(job, JOB_RESULT) == OK:
+        result = finish_host(word_of(job, JOB_WR))
         if result != OK:
             store_release(job + 8 * JOB_RESULT, result)
     if inflight != 0:
@@ -159,14 +155,11 @@ Side = tuple[RemoteRegion, torch.Tensor, bool]
 """The remote range, the local tensor, and whether the copy is a WRITE."""
 Copies = list[tuple[int, int, int]]
 """Destination, source, bytes."""
-_table: list[np.ndarray] = []
 
 
-def _functions() -> int:
-    if not _table:
-        found = [driver().function(name) for name in TABLE]
-        _table.append(np.array([*found, finish.address], np.int64))
-    return int(_table[0].ctypes.data)
+@cache
+def _functions() -> np.ndarray:
+    return np.array([*map(driver().function, TABLE), finish.address], np.int64)
 
 
 class CudaWork(Work):
@@ -207,7 +200,7 @@ class CudaJob(PreparedRequest):
         self._after: list[tuple[int, Lane]] = []
         words = [0] * JOB_HEAD
         words[JOB_WR], words[JOB_DONE] = self.address, self.lanes[-1].done
-        words[JOB_TABLE], words[JOB_GROUPS] = _functions(), len(groups)
+        words[JOB_TABLE], words[JOB_GROUPS] = _functions().ctypes.data, len(groups)
         words[JOB_COPIES] = sum(len(copies) for _, copies in groups)
         for lane, copies in groups:
             self._after.append((len(words) + GROUP_AFTER, lane))

@@ -50,8 +50,8 @@ from ..words.atomics import (
 )
 from ..words.atomics import call as call_c
 from ..words.compiled import compiled, compiled_callback
-from ..words.completions import asleep, awake, poll
-from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, WR_BELLS, WR_RECORD, copy_past_caches, enter, move
+from ..words.completions import asleep, awake
+from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, WR_BELLS, WR_RECORD, copy_past_caches, enter, move, progress
 from ..words.signals import signal
 from ..words.symbols import i64, inline
 
@@ -382,8 +382,7 @@ def _add_up(call: int) -> int:
 def _step(call: int, port: int) -> int:
     """Do what can be done: the number of pieces, or 0; negative: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
     done."""
-    if port != 0:
-        poll(port)
+    progress(port)
     if load_acquire(call + 8 * CALL_CHUNKS) > 0:
         return sum_step(call)
     count, moved, rest = load_acquire(call + 8 * CALL_LANES), 0, 0
@@ -423,13 +422,11 @@ def sleep(call: int, seen: int, slice_ns: int, port: int) -> int:
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
     fence()
-    if port != 0:
-        asleep(port)
+    asleep(port)
     if counted(call) == seen:
         futex_wait(bell, rings, slice_ns)
     fetch_add(bell + 8, -1)
-    if port != 0:
-        awake(port)
+    awake(port)
     return 0
 
 
@@ -454,8 +451,7 @@ def rest(call: int, slice_ns: int, port: int) -> int:
     """Wait until a piece that was not taken is here, on any lane, or a record has changed: spin, then sleep."""
     seen, start, quiet = counted(call), now(), 0
     while True:
-        if port != 0:
-            poll(port)
+        progress(port)
         for number in range(load_acquire(call + 8 * CALL_LANES)):
             lane = call + 8 * (CALL_WORDS + LANE_WORDS * number)
             if load_acquire(load_acquire(lane + 8 * LANE_ARRIVED)) > load_acquire(lane + 8 * LANE_TAKEN):

@@ -98,10 +98,8 @@ class GpuArena:
         """The segment of born registered tensors in which this one lies."""
         address, nbytes = local_bytes(tensor, self.kind)
         with self._lock:
-            for segment in self._segments.values():
-                if segment.lasting and segment.base <= address and address + nbytes <= segment.base + segment.nbytes:
-                    return segment
-        return None
+            lasting = [segment for segment in self._segments.values() if segment.lasting]
+        return next((each for each in lasting if each.base <= address and address + nbytes <= each.base + each.nbytes), None)
 
     def _segment(self, tensor: torch.Tensor, *, lasting: bool) -> GpuSegment:
         address, nbytes = local_bytes(tensor, self.kind)

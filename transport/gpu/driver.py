@@ -218,10 +218,6 @@ class Driver:
         found = IpcMemHandle.from_buffer_copy(handle)
         return self.asked(c_uint64, "cuIpcOpenMemHandle_v2", found, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
-    def host_pointer(self, address: int) -> int:
-        """The device pointer of registered host memory."""
-        return self.asked(c_uint64, "cuMemHostGetDevicePointer_v2", address, 0)
-
     def new_stream(self) -> int:
         """A stream in the current context that does not wait for the default stream."""
         return self.asked(c_void_p, "cuStreamCreate", CU_STREAM_NON_BLOCKING)

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from ctypes import c_void_p
+from ctypes import c_uint64, c_void_p
 
 from ..errors import ArenaFull, RdmaError
 from ..memory.arena import Segment
@@ -65,14 +65,14 @@ class Pin:
 
     def pointer(self, address: int, index: int) -> int:
         """The device pointer of an address in the pinned memory. Raises ``RdmaError`` if the memory could not be pinned."""
-        found = self._pointers.get(index)
+        found, base = self._pointers.get(index), self._registration.address
         if found is None:
             if self.refused:
                 raise RdmaError(f"host memory cannot be pinned: {self.refused}", device="cuda", status=self.refused)
             cuda = driver()
             with cuda.on(index):
-                found = self._pointers[index] = cuda.host_pointer(self._registration.address)
-        return found + address - self._registration.address
+                found = self._pointers[index] = cuda.asked(c_uint64, "cuMemHostGetDevicePointer_v2", base, 0)
+        return found + address - base
 
 
 def _drop(registration: _Registration, keep: object) -> None:

@@ -9,6 +9,7 @@ tensor counts as shared, and is copied.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -21,18 +22,16 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of tensors and Python objects that refer to the storage with this ``_cdata``."""
 
 
-def _kept(others: list[object] | None) -> int:
+def _kept(others: deque[object]) -> int:
     table = {0: torch.empty(1, device="cpu")}
     value = table.get(0)
-    if others is not None:
-        others.append(value)
+    others.append(value)
     return references(value)
 
 
-def _passed(others: list[object] | None) -> int:
+def _passed(others: deque[object]) -> int:
     value = torch.empty(1, device="cpu")
-    if others is not None:
-        others.append(value)
+    others.append(value)
     return _received(value)
 
 
@@ -40,26 +39,24 @@ def _received(value: torch.Tensor) -> int:
     return references(value)
 
 
-def _storage(others: list[object] | None) -> int:
+def _storage(others: deque[object]) -> int:
     tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
-    if others is not None:
-        others.append(storage)
+    others.append(storage)
     return references(storage)
 
 
-def _uses(others: list[object] | None) -> int:
+def _uses(others: deque[object]) -> int:
     tensor = torch.empty(1, device="cpu")
-    if others is not None:
-        others.append(tensor.view(1))
+    others.append(tensor.view(1))
     storage = tensor.untyped_storage()
     return storage_uses(storage._cdata)
 
 
-def _calibrated(count: Callable[[list[object] | None], int]) -> int:
+def _calibrated(count: Callable[[deque[object]], int]) -> int:
     """The result of ``count`` for an object without further references; -1, which is below all counts, if ``count`` does not
     see further references."""
-    alone, shared = count(None), count([])
+    alone, shared = count(deque(maxlen=0)), count(deque())
     return alone if shared > alone else -1
 
 

@@ -67,28 +67,25 @@ class Route(NamedTuple):
     reads: int
 
 
+_BUG = "this is a fault of rdmarpc: please report it with the output of rdmarpc doctor"
+
+
 class Meaning(NamedTuple):
     """The meaning of a status: its name, the class of the error to raise, the likely cause, and what to do."""
 
     name: str
     error: type[RdmaError]
     cause: str
-    hint: str
+    hint: str = _BUG
 
 
-_BUG = "this is a fault of rdmarpc: please report it with the output of rdmarpc doctor"
 _NETWORK = "is the peer's process alive, its port ACTIVE, and the MTU the same along the way? rdmarpc doctor says"
 
 MEANINGS = {
     1: Meaning(
-        "LOC_LEN_ERR",
-        RdmaError,
-        "a message was longer than the port's max_msg_sz, or than the place posted to receive it",
-        _BUG,
+        "LOC_LEN_ERR", RdmaError, "a message was longer than the port's max_msg_sz, or than the place posted to receive it"
     ),
-    2: Meaning(
-        "LOC_QP_OP_ERR", RdmaError, "the queue pair refused the work request: wrong state, length or number of parts", _BUG
-    ),
+    2: Meaning("LOC_QP_OP_ERR", RdmaError, "the queue pair refused the work request: wrong state, length or number of parts"),
     4: Meaning(
         "LOC_PROT_ERR",
         RegistrationError,
@@ -103,10 +100,7 @@ MEANINGS = {
     ),
     7: Meaning("BAD_RESP_ERR", PeerLost, "the peer's adapter answered with something unexpected", _NETWORK),
     8: Meaning(
-        "LOC_ACCESS_ERR",
-        RegistrationError,
-        "the local memory of the copy is registered without the right to write into it",
-        _BUG,
+        "LOC_ACCESS_ERR", RegistrationError, "the local memory of the copy is registered without the right to write into it"
     ),
     9: Meaning(
         "REM_INV_REQ_ERR",
@@ -144,7 +138,7 @@ MEANINGS = {
     21: Meaning("GENERAL_ERR", RdmaError, "the local adapter reported an error without a name", "look at dmesg"),
 }
 """By ``enum ibv_wc_status``: what a reliable connected queue pair can meet."""
-_OTHER = Meaning("", RdmaError, "a kind of completion that rdmarpc never asks for", _BUG)
+_OTHER = Meaning("", RdmaError, "a kind of completion that rdmarpc never asks for")
 
 EVENTS = (
     "CQ_ERR", "QP_FATAL", "QP_REQ_ERR", "QP_ACCESS_ERR", "COMM_EST", "SQ_DRAINED", "PATH_MIG", "PATH_MIG_ERR",

@@ -202,18 +202,10 @@ def _open(package: Package, found: Found, place: str, lines: list[str]) -> Port:
 def rank(found: list[Found], place: str = "") -> tuple[list[Found], list[str]]:
     """The usable ports at ``place``, best first, and a line for each that is not the first. Raises ``NotSupported`` where there
     is no such place."""
-    here = at_place(found, place)
-    lines = []
-    usable = []
-    for port in here:
-        reason = why_unusable(port, interface_of(port, place))
-        if reason:
-            lines.append(f"{port.name} left out: {reason}")
-        else:
-            usable.append(port)
-    order = sorted(usable, key=lambda port: _key(port, place))
-    for port in order[1:]:
-        lines.append(f"{port.name} not needed: {describe(port)}; {_behind(port, order[0], place)}")
+    judged = [(port, why_unusable(port, interface_of(port, place))) for port in at_place(found, place)]
+    order = sorted((port for port, reason in judged if not reason), key=lambda port: _key(port, place))
+    lines = [f"{port.name} left out: {reason}" for port, reason in judged if reason]
+    lines += [f"{port.name} not needed: {describe(port)}; {_behind(port, order[0], place)}" for port in order[1:]]
     return order, lines
 
 

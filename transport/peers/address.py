@@ -64,10 +64,9 @@ def _hardware_addresses() -> list[bytes]:
 
 def lines(path: str) -> list[str]:
     """Those of a file; none where it cannot be read."""
-    try:
+    with suppress(OSError):
         return Path(path).read_text().splitlines()
-    except OSError:
-        return []
+    return []
 
 
 def _rank(address: str) -> tuple[bool, bool]:

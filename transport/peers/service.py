@@ -170,6 +170,8 @@ class Service:
             self._woken.close()
             self._wake.close()
             raise
+        self.await_events: Callable[[socket.socket, int], None] = self._epoll.modify
+        """Watch a socket for ``IN``, for ``OUT``, for both or none from now on. Any thread, while the socket is open."""
         self._watched: dict[int, tuple[socket.socket, Any]] = {}
         self._asked: deque[tuple[int, Any]] = deque()
         self._stop_at = 0.0
@@ -212,10 +214,6 @@ class Service:
         self._epoll.register(sock, IN)
         self._watched[sock.fileno()] = sock, channel
         self.wake()
-
-    def await_events(self, sock: socket.socket, events: int) -> None:
-        """Watch a socket for ``IN``, for ``OUT``, for both or none from now on. Any thread, while the socket is open."""
-        self._epoll.modify(sock, events)
 
     def attend(self, sock: socket.socket, channel: Any) -> None:
         """Have ``_hear(channel)`` called soon, if it is still watched. Any thread."""

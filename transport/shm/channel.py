@@ -62,11 +62,9 @@ def _answers(pid: int) -> bool:
         return False
     except OSError:
         return True
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    return True
 
 
 class ShmChannel(Channel):
@@ -148,7 +146,7 @@ class ShmChannel(Channel):
         _, mapped = self.resolve(remote, write=True)
         if not mapped or remote.nbytes == 0:
             return None
-        return ShmMapped(self, self.peer_memory.view(remote.region), remote.offset, remote.nbytes)
+        return ShmMapped(self, self.peer_memory.views[remote.region], remote.offset, remote.nbytes)
 
     def peer_ended(self) -> bool:
         return not runs(self.pid)
@@ -218,7 +216,7 @@ class ShmChannel(Channel):
             self.peer_memory.add_segment(fds, number, key, nbytes, writable=kind == LANDING)
             self.questions.news()
         elif kind == REGION:
-            self.peer_memory.add_region(number, address, nbytes, key)
+            self.peer_memory.foreign[number] = (address, nbytes, key)
             self.questions.news()
         elif kind == GONE:
             self._gone(number)

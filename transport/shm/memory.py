@@ -73,9 +73,12 @@ class PeerMemory:
         self.segments: dict[int, Entry] = {}
         self.parts: dict[int, Entry] = {}
         """Memory that is neither mapped here nor copied by the kernel: GPU memory, which ``cuda/channel`` enters."""
-        self._foreign: dict[int, Entry] = {}
-        self._read_only: set[int] = set()  # numbers of segments that are mapped for reading
-        self._views: dict[int, memoryview] = {}
+        self.foreign: dict[int, Entry] = {}
+        """Memory that the kernel copies."""
+        self.read_only: set[int] = set()
+        """Numbers of segments that are mapped for reading."""
+        self.views: dict[int, memoryview] = {}
+        """The bytes of segments. They stay mapped for as long as a view is held."""
         self.adoptions: dict[int, _Adoption] = {}
         self.owner = os.getpid()
         watch(self)
@@ -96,33 +99,19 @@ class PeerMemory:
             raise PeerLost("the peer told of memory without handing it over", peer=self.peer, device="shm", status="PROTOCOL")
         memory = mapped(fds[0], nbytes, writable=writable)
         if not writable:
-            self._read_only.add(number)
-        self._views[number] = memoryview(memory)
+            self.read_only.add(number)
+        self.views[number] = memoryview(memory)
         self.segments[number] = (address_of(memory), nbytes, key)
-
-    def add_region(self, number: int, address: int, nbytes: int, key: int) -> None:
-        self._foreign[number] = (address, nbytes, key)
 
     def remove_region(self, number: int) -> None:
         """Returns when no copy by the kernel is under way."""
         with self.copying:
-            self._foreign.pop(number, None)
+            self.foreign.pop(number, None)
 
     # -- what is where
 
-    def view(self, number: int) -> memoryview:
-        """The bytes of a segment. They stay mapped for as long as the view is held."""
-        return self._views[number]
-
-    def writable(self, number: int) -> bool:
-        """Whether a segment is mapped for writing."""
-        return number not in self._read_only
-
     def find(self, number: int) -> Entry | None:
-        for table in (self.segments, self.parts, self._foreign):
-            if (entry := table.get(number)) is not None:
-                return entry
-        return None
+        return self.segments.get(number) or self.parts.get(number) or self.foreign.get(number)
 
     def resolve(
         self, remote: RemoteRegion, *, write: bool = False, hear_of: Callable[[int], None] | None = None
@@ -141,7 +130,7 @@ class PeerMemory:
         if entry is None and hear_of is not None:
             hear_of(remote.region)
             entry = self.find(remote.region)
-        right = READ_ONLY if write and remote.region in self._read_only else ""
+        right = READ_ONLY if write and remote.region in self.read_only else ""
         why = barrier(remote.region, remote.key, remote.offset, remote.nbytes, entry and entry[1:], right)
         if why or entry is None:
             raise self.refuse(why)
@@ -161,7 +150,7 @@ class PeerMemory:
 
     def adopt(self, remote: RemoteRegion, release: int) -> torch.Tensor:
         """See ``Channel.adopt``, for a range of a segment; ``release``: address of the word."""
-        view = self._views[remote.region][remote.offset : remote.offset + remote.nbytes]
+        view = self.views[remote.region][remote.offset : remote.offset + remote.nbytes]
         adoption = _Adoption(view, _disown)
         adoption.memory, adoption.release = self, release
         self.adoptions[id(adoption)] = adoption

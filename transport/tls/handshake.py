@@ -31,7 +31,7 @@ import numpy as np
 
 from ..errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
 from ..words import kernels
-from ..words.atomics import call, errno, load_acquire, store_release
+from ..words.atomics import call, errno, load_acquire, store_release, word_of
 from ..words.compiled import compiled
 from ..words.symbols import CFunction, i32, i64
 from . import openssl
@@ -56,23 +56,18 @@ _poll = CFunction("poll", i32(i64, i64, i32))
 _shutdown = CFunction("shutdown", i32(i32, i32))
 
 
-@compiled(i64(i64, i64))
-def _word(at: int, number: int) -> int:
-    return load_acquire(at + 8 * number)
-
-
 @compiled(i64(i64, i64, i64))
 def _waits_for(at: int, result: int, heard: int) -> int:
     """What the stream has to be ready for after an operation on the ``SSL`` that did not complete, or minus the kind of error.
     ``heard``: 1 after a read, whose error is the reason for the stream's end."""
     code = errno()
-    kind = call(_word(at, _GET_ERROR), _word(at, _SSL), result, 0, 0)
+    kind = call(word_of(at, _GET_ERROR), word_of(at, _SSL), result, 0, 0)
     if kind == ERROR_WANT_READ:
         return _POLLIN
     if kind == ERROR_WANT_WRITE:
         return _POLLOUT
-    if kind == ERROR_SSL and _word(at, _CODE) == 0:
-        store_release(at + 8 * _CODE, call(_word(at, _LAST_ERROR), 0, 0, 0, 0))
+    if kind == ERROR_SSL and word_of(at, _CODE) == 0:
+        store_release(at + 8 * _CODE, call(word_of(at, _LAST_ERROR), 0, 0, 0, 0))
     if kind == ERROR_SYSCALL and heard and result < 0:
         store_release(at + 8 * _ERRNO, code)
     return -kind
@@ -80,8 +75,8 @@ def _waits_for(at: int, result: int, heard: int) -> int:
 
 @compiled(i64(i64, i64, i64, i64))
 def _seal(at: int, function: int, buffer: int, nbytes: int) -> int:
-    call(_word(at, _CLEAR), 0, 0, 0, 0)
-    return call(_word(at, function), _word(at, _SSL), buffer, nbytes, 0)
+    call(word_of(at, _CLEAR), 0, 0, 0, 0)
+    return call(word_of(at, function), word_of(at, _SSL), buffer, nbytes, 0)
 
 
 @compiled(i64(i64))
@@ -89,7 +84,7 @@ def run(at: int) -> int:
     """Relay until both directions have ended. ``at``: the words of a ``Relay``.
 
     Longer than a screen: one loop over a dozen local variables, which compiled functions could share only through memory."""
-    tcp, local = i32(_word(at, _TCP)), i32(_word(at, _LOCAL))
+    tcp, local = i32(word_of(at, _TCP)), i32(word_of(at, _LOCAL))
     sending, hearing, gone = _OPEN, _OPEN, False
     out_at, out_left, in_at, in_left = 0, 0, 0, 0
     write_waits, read_waits, sealed = 0, 0, 0
@@ -97,19 +92,19 @@ def run(at: int) -> int:
         moved = False
         # From the worker to the peer.
         if sending == _OPEN and out_left == 0:
-            got = _recv(local, _word(at, _OUT), BUFFER_BYTES, i32(_DONTWAIT))
+            got = _recv(local, word_of(at, _OUT), BUFFER_BYTES, i32(_DONTWAIT))
             if got > 0:
                 out_at, out_left, moved = 0, got, True
             elif got == 0 or (errno() != _EAGAIN and errno() != _EINTR):
                 sending, moved = _GOODBYE, True
         write_waits = 0
         if out_left:
-            done = _seal(at, _WRITE, _word(at, _OUT) + out_at, out_left)
+            done = _seal(at, _WRITE, word_of(at, _OUT) + out_at, out_left)
             if done > 0:
                 out_at, out_left, sealed, moved = out_at + done, out_left - done, sealed + done, True
-                if sealed >= _word(at, _RENEW):
+                if sealed >= word_of(at, _RENEW):
                     sealed = 0
-                    call(_word(at, _KEY_UPDATE), _word(at, _SSL), 0, 0, 0)
+                    call(word_of(at, _KEY_UPDATE), word_of(at, _SSL), 0, 0, 0)
             else:
                 write_waits = _waits_for(at, done, 0)
         elif sending == _GOODBYE:
@@ -124,14 +119,14 @@ def run(at: int) -> int:
             sending, out_left, write_waits, moved = _ENDED, 0, 0, True
         # From the peer to the worker.
         if in_left:
-            done = _send(local, _word(at, _IN) + in_at, in_left, i32(_DONTWAIT))
+            done = _send(local, word_of(at, _IN) + in_at, in_left, i32(_DONTWAIT))
             if done > 0:
                 in_at, in_left, moved = in_at + done, in_left - done, True
             elif errno() != _EAGAIN and errno() != _EINTR:
                 hearing, in_left, moved = _ENDED, 0, True
         read_waits = 0
         if hearing == _OPEN and in_left == 0:
-            done = _seal(at, _READ, _word(at, _IN), BUFFER_BYTES)
+            done = _seal(at, _READ, word_of(at, _IN), BUFFER_BYTES)
             if done > 0:
                 in_at, in_left, moved = 0, done, True
             else:
@@ -148,12 +143,12 @@ def run(at: int) -> int:
         wanted = write_waits | read_waits
         offered = (_POLLIN if sending == _OPEN and out_left == 0 else 0) | (_POLLOUT if in_left else 0)
         watched = hearing == _OPEN or offered != 0
-        store_release(_word(at, _FDS), (_word(at, _TCP) if wanted else 0xFFFFFFFF) | wanted << 32)
-        store_release(_word(at, _FDS) + 8, (_word(at, _LOCAL) if watched else 0xFFFFFFFF) | offered << 32)
-        ready = _poll(_word(at, _FDS), 2, i32(_LINGER_MS if gone else -1))
+        store_release(word_of(at, _FDS), (word_of(at, _TCP) if wanted else 0xFFFFFFFF) | wanted << 32)
+        store_release(word_of(at, _FDS) + 8, (word_of(at, _LOCAL) if watched else 0xFFFFFFFF) | offered << 32)
+        ready = _poll(word_of(at, _FDS), 2, i32(_LINGER_MS if gone else -1))
         if gone and ready == 0:
             return 0
-        if (load_acquire(_word(at, _FDS) + 8) >> 48) & (_POLLHUP | _POLLERR):
+        if (load_acquire(word_of(at, _FDS) + 8) >> 48) & (_POLLHUP | _POLLERR):
             # The worker has closed its end: what it sent is still there, nobody hears any more.
             gone, hearing, in_left = True, _ENDED, 0
     return 0

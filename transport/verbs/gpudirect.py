@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
@@ -184,10 +185,9 @@ def adapter_of(name: str, root: Path, status: str) -> Adapter:
 
 def adapters(root: Path) -> list[str]:
     """Names of the RDMA adapters of the host."""
-    try:
+    with suppress(OSError):
         return sorted(entry.name for entry in (root / "sys/class/infiniband").iterdir())
-    except OSError:
-        return []
+    return []
 
 
 def survey(root: Path, status_of: Callable[[str], str]) -> list[tuple[Gpu, Adapter, Decision]]:
@@ -229,8 +229,7 @@ def distance(gpu: Gpu, adapter: Adapter) -> str:
 
 def _bar1(device: Path) -> int:
     """The second line of ``resource``: NVIDIA's memory window, behind its registers. First and last address, flags."""
-    try:
+    with suppress(OSError, IndexError, ValueError):
         first, last, _ = (device / "resource").read_text().splitlines()[1].split()
         return int(last, 16) - int(first, 16) + 1 if int(last, 16) else 0
-    except (OSError, IndexError, ValueError):
-        return 0
+    return 0

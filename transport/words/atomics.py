@@ -50,6 +50,12 @@ fold = Operation("fold", "code, dst, left, right")
 
 
 @inline
+def word_of(block: int, number: int) -> int:
+    """The word of that number in a block of words."""
+    return load_acquire(block + 8 * number)
+
+
+@inline
 def futex_wait(word: int, seen: int, timeout_ns: int) -> int:
     """Sleep until this word is woken, at most ``timeout_ns``; not at all if its low half is not that of ``seen`` any more."""
     return _futex(word, _FUTEX_WAIT, seen & 0xFFFFFFFF, timeout_ns)

@@ -222,7 +222,9 @@ def _arm(port: int) -> int:
 
 @compiled(i64(i64))
 def asleep(port: int) -> int:
-    """The caller, counted in its record, is about to look at it for the last time and sleep."""
+    """The caller, counted in its record, is about to look at it for the last time and sleep. ``port``: or 0."""
+    if port == 0:
+        return 0
     fetch_add(port + 8 * PORT_SLEEPERS, 1)
     _arm(port)
     fence()
@@ -231,7 +233,8 @@ def asleep(port: int) -> int:
 
 @compiled(i64(i64))
 def awake(port: int) -> int:
-    fetch_add(port + 8 * PORT_SLEEPERS, -1)
+    if port != 0:
+        fetch_add(port + 8 * PORT_SLEEPERS, -1)
     return 0
 
 

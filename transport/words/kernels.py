@@ -217,8 +217,7 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
     (``words/completions``), or 0."""
     looks, start, spin_ns = 0, 0, 0
     while True:
-        if port != 0:
-            poll(port)
+        progress(port)
         if load_acquire(record) >= target:
             return OK
         looks += 1
@@ -237,14 +236,12 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
         return TIMEOUT
     fetch_add(record + 8, 1)
     fence()
-    if port != 0:
-        asleep(port)
+    asleep(port)
     seen = load_acquire(record)
     if seen < target:
         futex_wait(record, seen, slice_ns)
     fetch_add(record + 8, -1)
-    if port != 0:
-        awake(port)
+    awake(port)
     store_release(budget, SPIN_MAX_NS if now() - start < SPIN_MAX_NS else SPIN_MIN_NS)
     return OK if load_acquire(record) >= target else TIMEOUT
 
@@ -280,8 +277,7 @@ def _claim(table: int, found: int, word: int, expected: int) -> int:
 @compiled(i64(i64, i64, i64))
 def take_any(table: int, rows: int, port: int) -> int:
     """As ``wait_any`` for news that are here already: ``row << 32 | fresh``, taken, or -1."""
-    if port != 0:
-        poll(port)
+    progress(port)
     found = _scan(table, rows)
     return found if found < 0 else _claim(table, found, 0, 0)
 
@@ -296,8 +292,7 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     """
     looks, start, spin_ns = 0, 0, 0
     while True:
-        if port != 0:
-            poll(port)
+        progress(port)
         found = _scan(table, rows)
         if found >= 0:
             return _claim(table, found, word, expected)
@@ -320,15 +315,13 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
     fence()
-    if port != 0:
-        asleep(port)
+    asleep(port)
     found = _scan(table, rows)
     if found < 0 and (word == 0 or load_acquire(word) == expected):
         futex_wait(bell, rings, slice_ns)
         found = _scan(table, rows)
     fetch_add(bell + 8, -1)
-    if port != 0:
-        awake(port)
+    awake(port)
     store_release(budget, SPIN_MAX_NS if now() - start < SPIN_MAX_NS else SPIN_MIN_NS)
     if found >= 0:
         return _claim(table, found, word, expected)
