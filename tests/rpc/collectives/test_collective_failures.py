@@ -31,6 +31,13 @@ def join(meeting: Meeting, size: int, what: str, seconds: float = 20.0, peer_tim
     dist.init_process_group("rdmarpc", store=store, rank=meeting.rank, world_size=size, timeout=limit, pg_options=options)
 
 
+def explained() -> list[str]:
+    """What ``rdmarpc.explain`` says of the groups of a process that has no RPC."""
+    from rdmarpc.base import here
+
+    return [line for tell in here.explained for line in tell()]
+
+
 def caught(call: Any) -> tuple[str, float, str]:
     """The name of the error's class, after how many seconds, its text."""
     start = time.monotonic()
@@ -84,13 +91,11 @@ def _misfits(meeting: Meeting) -> None:
 
 
 def _absent(meeting: Meeting) -> None:
-    from rdmarpc.collectives.backend import _explain
-
     join(meeting, 2, "absent", seconds=8.0)
     dist.barrier()
     if meeting.rank == 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)
-        eventually(lambda: any("nothing has come from rank 1" in line for line in _explain()))
+        eventually(lambda: any("nothing has come from rank 1" in line for line in explained()))
         name, seconds, text = caught(work.wait)
         assert name == "TransferTimeout" and "rank 1" in text and seconds < 20, (name, text)
         meeting.say("over")
@@ -123,8 +128,6 @@ def _lost(meeting: Meeting) -> None:
 
 def _stopped(meeting: Meeting) -> None:
     """Rank 2 is stopped, and goes on when the others have given it up."""
-    from rdmarpc.collectives.backend import _explain
-
     rank = meeting.rank
     join(meeting, 3, "stopped", peer_timeout=PEER_TIMEOUT)
     dist.barrier()
@@ -136,7 +139,7 @@ def _stopped(meeting: Meeting) -> None:
     else:
         pid = int(meeting.said("pid"))
         later = dist.all_reduce(torch.ones(1_000_000), async_op=True)
-        eventually(lambda: any("nothing has come from rank 2" in line for line in _explain()))
+        eventually(lambda: any("nothing has come from rank 2" in line for line in explained()))
         messages = [dist.irecv(torch.empty(4), 2), dist.isend(torch.empty(4_000_000), 2)]  # more than its slots hold
         for call in (later, *messages):
             name, seconds, text = caught(call.wait)
