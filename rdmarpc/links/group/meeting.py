@@ -319,8 +319,10 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta, sil
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """The descriptors of this process's sockets, with what tells one from a later one."""
-    return {(int(each.name), os.path.realpath(each)) for each in Path("/proc/self/fd").iterdir() if each.is_socket()}
+    """The descriptors of this process's sockets, with what tells one from a later one; none where they cannot be listed."""
+    with contextlib.suppress(OSError):
+        return {(int(each.name), os.path.realpath(each)) for each in Path("/proc/self/fd").iterdir() if each.is_socket()}
+    return set()
 
 
 def _dial(host: str, port: int, timeout: float, whose: str) -> None:
