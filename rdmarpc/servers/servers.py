@@ -295,7 +295,7 @@ class Servers:
         """Give the servers the values of these parameters, which stand there (``position``); ``None``: of all."""
         values: dict[str, dict[int, torch.Tensor]] = {}
         for parameter, (server, at) in self.position.items() if found is None else found:
-            values.setdefault(server, {})[at] = parameter.detach()
+            values.setdefault(server, {})[at] = torch.Tensor.detach(parameter)  # not lent: nobody keeps it
         for server, theirs in values.items():
             self.ask(server, "load", theirs)
         self.watch.loaded()
