@@ -333,7 +333,8 @@ class Stream:
 
     def note(self, name: str) -> None:
         """Note the line of the program, some frames up, that is about to post operator ``name``."""
-        self._check()
+        if self.closed is not None:
+            self._check()
         frame: FrameType = _frame(3)
         code, torchs = frame.f_code, _torchs
         while (id(code) in torchs or _is_torchs(code)) and (above := frame.f_back) is not None:
