@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copyreg
+import io
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -99,7 +101,21 @@ class _InternalRPCPickler:
 
     _rref_reducer = _py_rref_reducer
 
-    serialize, deserialize = staticmethod(serialize), staticmethod(deserialize)
+    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+        """As the function does; by a plain pickler, where a program has set a ``_dispatch_table`` of its own."""
+        if isinstance(self._dispatch_table, _Dispatch):
+            return serialize(obj)
+        before = vars(_thread_local_tensor_tables).get("send_tables")
+        _thread_local_tensor_tables.send_tables = tensors = []
+        pickler = pickle.Pickler(file := io.BytesIO())
+        pickler.dispatch_table = {**self._dispatch_table, **self._class_reducer_dict}
+        try:
+            pickler.dump(obj)
+        finally:
+            _thread_local_tensor_tables.send_tables = before
+        return file.getvalue(), tensors
+
+    deserialize = staticmethod(deserialize)
 
 
 _internal_rpc_pickler = _InternalRPCPickler()

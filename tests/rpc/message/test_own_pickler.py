@@ -14,6 +14,7 @@ import torch
 from called import double, identity
 from group import results, run_group
 from torch import nn
+from torch.multiprocessing import reductions
 
 import rdmarpc as rpc
 from rdmarpc import internal
@@ -59,6 +60,16 @@ class Counted(internal._InternalRPCPickler):
     def serialize(self, call):
         self.calls += 1
         return super().serialize(call)
+
+
+class SharedMemory(internal._InternalRPCPickler):
+    """As in a test of torch's: tensors travel as names of shared memory."""
+
+    def __init__(self):
+        super().__init__()
+        tensors = dict.fromkeys((torch.Tensor, nn.Parameter), reductions.reduce_tensor)
+        storages = dict.fromkeys(torch._storage_classes, reductions.reduce_storage)
+        self._dispatch_table = copyreg.dispatch_table | tensors | storages
 
 
 class Compressed:
@@ -164,6 +175,25 @@ def own_picklers(rank):
 
 def test_a_programs_own_pickler():
     results(run_group(own_picklers))
+
+
+def set_to_seven(net):
+    with torch.no_grad():
+        net.weight.fill_(7)
+
+
+def shares(rank):
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    if rank == 0:
+        net = nn.Linear(1, 2).share_memory()
+        with rpc.api._use_rpc_pickler(SharedMemory()):
+            rpc.rpc_sync(THERE, set_to_seven, (net,))
+        assert (net.weight == 7).all()
+    rpc.shutdown()
+
+
+def test_a_programs_own_table_of_classes():
+    results(run_group(shares))
 
 
 def number(value):
