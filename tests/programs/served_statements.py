@@ -797,7 +797,7 @@ def keeps_the_optimizer(trainer: Trainer) -> None:
 @statement
 def loads_the_kept_optimizer(trainer: Trainer) -> None:
     if "optimizer" in trainer.kept:
-        trainer.optimizer.load_state_dict(trainer.kept["optimizer"])
+        trainer.optimizer.load_state_dict(copy.deepcopy(trainer.kept["optimizer"]))  # torch goes on with what it is given
 
 
 @statement
