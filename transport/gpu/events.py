@@ -115,7 +115,7 @@ class StreamPool:
         with same_device(), driver().on(index):
             try:
                 known = 0
-                while known <= len(handles) < _MOST:  # twice round, since another thread may take some meanwhile
+                while known <= 8 * len(handles) and len(handles) < _MOST:  # often round: other threads take some meanwhile
                     stream = torch.Stream(self._device)
                     if stream.stream_id in self._places:
                         known += 1
