@@ -405,6 +405,7 @@ class Agent:
         """End everything that runs here, and have our parts let go of each other: what peers could touch is given back when the
         last tensor over it dies, without Python's collector."""
         error = PeerLost("RPC was shut down here", peer=self.name, status="CLOSED")
+        self.device.why_closed = "RPC was shut down here: what was made before cannot be used any more"
         self._carrier.stop()
         self.rrefs.closed = True
         self.device.on_lost = lambda channel: None
