@@ -193,7 +193,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self._past = (0, 0)  # posts and bytes of channels that ended
         self.pid = os.getpid()
         """The process that opened it: in another one it is of no use."""
-        self.closed, self._close_by = False, 0.0
+        self.closed, self.why_closed, self._close_by = False, "the device is closed", 0.0
         interrupts.protect()
         _devices.add(self)
 
@@ -382,7 +382,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     def check(self) -> None:
         """Raises ``RdmaError`` if this device is closed, or another process's."""
         if self.closed:
-            raise RdmaError("the device is closed", device=self.name)
+            raise RdmaError(self.why_closed, device=self.name)
         if os.getpid() != self.pid:
             raise RdmaError(_FORKED, device=self.name, hint=_FORK_HINT)
 

@@ -77,7 +77,7 @@ class Agent:
         local.first_call()
         self.ready = threading.Event()  # peers may connect before we are complete
         self.before_leaving: list[Callable[[], None]] = []
-        """Called once, the last first, before this worker tells the others that it has nothing left to do; then those of
+        """Called once, the last first, when no call is under way any more and all workers are still there; then those of
         ``before_closing``, before its connections end, and of ``at_close``, when all of them have ended for good."""
         self.before_closing: list[Callable[[], None]] = []
         self.at_close: list[Callable[[], None]] = []
@@ -372,14 +372,14 @@ class Agent:
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised. ``graceful``: after ``termination.begin``."""
-        parted = False
+        parted, leaves = False, partial(_call_all, self.before_leaving, self.guard)
         try:
-            _call_all(self.before_leaving, self.guard)
             if graceful:
-                self.termination.part(time.monotonic() + timeout if timeout else None)
+                self.termination.part(time.monotonic() + timeout if timeout else None, leaves)
                 parted = True
         finally:
             if not parted:
+                leaves()
                 self.say_goodbye()
             try:
                 self.group.leave()
@@ -405,6 +405,7 @@ class Agent:
         """End everything that runs here, and have our parts let go of each other: what peers could touch is given back when the
         last tensor over it dies, without Python's collector."""
         error = PeerLost("RPC was shut down here", peer=self.name, status="CLOSED")
+        self.device.why_closed = "RPC was shut down here: what was made before cannot be used any more"
         self._carrier.stop()
         self.rrefs.closed = True
         self.device.on_lost = lambda channel: None

@@ -426,13 +426,12 @@ class Callee:
             refers = payload and not flags & FLAT
             dropped = partial(self.rrefs.take_back, link.worker, RESPONSE, flags, payload) if refers else None
             self.post.send(link, RESPONSE, call, flags, out, name, payload, kept, dropped)
-        except PeerLost:
-            self.dropped += 1
-            self.release(link, call)
-            self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
         except BaseException as error:
             self.release(link, call)
             self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
+            if isinstance(error, PeerLost) and link.channel.error is not None:  # else it is where a tensor of the result lies
+                self.dropped += 1
+                return
             answering.rref = None
             self._reply(answering, errors.unsendable(error))
 

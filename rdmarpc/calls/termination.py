@@ -93,17 +93,20 @@ class Termination:
         if self._waiting is not None:
             self._waiting.set()
 
-    def part(self, deadline: float | None) -> None:
-        """Serve until nothing is left to do, anywhere (in a dynamic group: here), and take leave. Raises ``RdmaError`` where
-        that cannot be: what others wait for here has had its time then."""
+    def part(self, deadline: float | None, leaves: Callable[[], None]) -> None:
+        """Serve until nothing is left to do, anywhere (in a dynamic group: here), and take leave. ``leaves()`` is called when
+        functions here need nothing of other workers any more. Raises ``RdmaError`` where that cannot be: what others wait for
+        here has had its time then."""
         agent = self._agent
         try:
             agent.rrefs.collect()
             if agent.group.dynamic:
                 self._leave(deadline)
+                leaves()
                 return
             self.wait(deadline)
             self._finish(deadline)  # rank 0 knows its own answer before it has sent all others theirs
+            leaves()
             if agent.timeline is not None:
                 agent.timeline.gather(deadline)
             agent.group.part()

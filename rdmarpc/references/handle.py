@@ -271,7 +271,7 @@ def check(handle: RRef[Any], what: str) -> None:
     """Raise if a handle cannot be used any more. ``what`` names the intended use, for the error."""
     fork = handle._fork
     if handle._agent.rrefs.closed:
-        raise RuntimeError(f"{handle} has been deleted. Cannot {what} after deletion.")
+        raise RuntimeError(f"{handle} has been deleted. Cannot {what} after deletion. RPC was shut down.")
     error = fork.error or handle._agent.rrefs.forks.lost_owners.get(fork.owner)
     if error is not None:
         raise fresh(error)

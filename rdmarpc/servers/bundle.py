@@ -236,6 +236,12 @@ class Station:
 
     # -- losses
 
+    def check_open(self) -> None:
+        """Raise ``RdmaError`` after ``rpc.shutdown``, and when the model was closed."""
+        self.device.check()
+        if self.closed:
+            raise RdmaError("the model was closed")
+
     def check(self) -> None:
         """Raise ``PeerLost``, with the worker's name, if the connection to any peer broke."""
         first = self._first_lost()

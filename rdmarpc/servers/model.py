@@ -71,7 +71,7 @@ def serve(
     home = place(net, servers, placement)
     limit = timeouts.limit(timeout, "the timeout of serve")
     own_names(net, ServedModel, ["staging", *(["optimizer"] if optimizer is not None else [])])
-    close_dropped(agent)
+    close_dropped()
     there = Servers(net, home, agent, model, everybody, limit, staging)
     try:
         if optimizer is not None:

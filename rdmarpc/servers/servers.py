@@ -98,8 +98,7 @@ class Trainer:
         (they may still come: call it again), what ended a server."""
         if not self.waiting:
             return
-        if self.station.closed:
-            raise RdmaError("the model was closed")
+        self.station.check_open()
         deadline = time.monotonic() + self.timeout
         while behind := [half for half in self.halves.values() if half.steps < half.wanted]:
             left = deadline - time.monotonic()
@@ -115,8 +114,7 @@ class Trainer:
 
     def ready(self) -> None:
         """Wait until the weights are here, and check that all servers are. Call it before sending."""
-        if self.station.closed:
-            raise RdmaError("the model was closed")
+        self.station.check_open()
         self.pull()
         self._raise_alarm()
         self.station.check()
@@ -153,14 +151,20 @@ _dropped: deque[Servers] = deque()
 """Those that nobody has any more and nobody has closed: alive once more, until they are left."""
 
 
-def close_dropped(agent: Agent) -> None:
+def _let_go() -> None:
+    """RPC was shut down: nobody writes here any more, and nobody is left to be told."""
+    _open.clear()
+    _dropped.clear()
+
+
+def close_dropped() -> None:
     """Leave the servers of models that nobody has any more and nobody has closed."""
     if len(_open) >= _MANY:
         gc.collect()  # finds those in circles
     while _dropped:
         servers = _dropped.popleft()
         with suppress(RdmaError):
-            if servers.agent is agent and not servers.closed:
+            if not servers.closed:
                 servers.leave(None)
 
 
@@ -195,8 +199,9 @@ class Servers:
         # It may outlive this, see ``_open``.
         station = Station(agent.name, agent.device, agent.channel, timeout)
         self.trainer = Trainer(station, partial(_explain, agent, model, timeout))
-        _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
+        if _let_go not in agent.at_close:
+            agent.at_close.append(_let_go)
         agent.on_peer_lost(station.lost)
         self.edges: list[Edge] = []
         """All that crosses in a step."""
@@ -209,7 +214,7 @@ class Servers:
 
     def __del__(self) -> None:
         # In any thread, at any moment, perhaps within a lock: no calls here.
-        if not self.closed:
+        if not self.closed and not self.agent.device.closed:
             _dropped.append(self)
 
     def _set_up(self, shown: list[Shown]) -> None:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ...base.here import WorkerInfo
 from ...message import device_maps
 from ...options import RpcBackendOptions
 from ...transport import AuthenticationError, Device, NotSupported, PeerLost, RdmaError, TransferTimeout, host_id, user_secret
-from .meeting import FOR_EVER_S, STORE_ENDED, Again, Rendezvous, open_store, wrong_secret
+from .meeting import FOR_EVER_S, STORE_ENDED, Again, Rendezvous, naming_its_end, open_store, wrong_secret
 from .members import Members, Record, chosen_secret, is_insecure, record_key, twins
 
 _PREFIX = "rdmarpc/dynamic"
@@ -43,6 +43,7 @@ class Registry:
         self._store = dist.PrefixStore(_PREFIX, store)
         self._timeout = timeout
         self._key = b""
+        self._ended = ""
 
     def begin(self, options: RpcBackendOptions) -> bytes:
         """The secret to open a device with; empty: the secret of this user on this host, which then is the group's. It is not
@@ -97,15 +98,29 @@ class Registry:
 
     def _load(self) -> tuple[str, int, list[tuple[Record, str]]]:
         """The document's text, how many workers have joined so far, and the records with their proofs."""
-        if not self._store.check(["members"]):
-            return "", 0, []
-        text = bytes(self._store.get("members")).decode()
+        with self._asking() as store:
+            if not store.check(["members"]):
+                return "", 0, []
+            text = bytes(store.get("members")).decode()
         joins, there = json.loads(text)
         return text, joins, [Record.load(entry) for entry in there]
 
     def _swap(self, old: str, joins: int, records: list[Record]) -> bool:
         new = json.dumps([joins, [record.dump(self._key) for record in records]])
-        return bytes(self._store.compare_set("members", old, new)).decode() == new
+        with self._asking() as store:
+            return bytes(store.compare_set("members", old, new)).decode() == new
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[dist.Store]:
+        """The store, which is asked no more once it has failed: that of a host that stands still takes seconds each time, and
+        what it says late would be taken for the next answer."""
+        if self._ended:
+            raise dist.DistError(self._ended)
+        try:
+            yield self._store
+        except dist.DistError as error:
+            self._ended = str(error)
+            raise
 
 
 _LEAVE_TIMEOUT_S, _CONNECT_TIMEOUT_S = 5.0, 10.0
@@ -197,7 +212,8 @@ class Group:
         self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices, key=key)
         try:
             if isinstance(self._way, Registry):
-                self._mine, records = self._way.join(self._mine, partial(listens, device))
+                with naming_its_end():
+                    self._mine, records = self._way.join(self._mine, partial(listens, device))
             else:
                 records = self._way.meet(self._mine)
             device_maps.check({record.name: record.devices for record in records})

@@ -261,12 +261,18 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
     # As torchrun leaves it: everything is in the environment.
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
+    silence, before = math.ceil(max(options.peer_timeout, _SILENCE_S)) if options.peer_timeout else 0, _sockets()
     if world_size or launched:
-        silence = math.ceil(max(options.peer_timeout, _SILENCE_S)) if options.peer_timeout else 0
-        store, rank, size = _static_store(method, rank, world_size or -1, limit, silence)
+        store, rank, size = _static_store(method, rank, world_size or -1, limit)
     else:
         store, size = dist._create_store_from_options(options, rank), 0
         rank = _number("RANK", rank) if scheme == "env" else rank
+    # Torch waits for ever for a host that is stopped or cut off.
+    port = _number("MASTER_PORT", 0) if scheme == "env" else urlparse(method).port
+    for fd, _ in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+            if ours.getpeername()[1:2] == (port,):
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", silence, 0))
     if size and rank not in range(size):
         raise ValueError(f"rank {rank} is none of world_size {size}: the ranks are 0 to {size - 1}")
     store.set_timeout(limit)
@@ -288,7 +294,7 @@ def _number(variable: str, otherwise: int) -> int:
         raise ValueError(f"{variable} is not a number: {error}") from None
 
 
-def _static_store(method: str, rank: int, world_size: int, limit: timedelta, silence: int) -> tuple[dist.Store, int, int]:
+def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
     """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
     and the others wait for a store without naming its host: so here no worker waits inside of it."""
     url = urlparse(method)
@@ -303,18 +309,13 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta, sil
     whose = "torchrun" if launcher else "rank 0"
     if rank or launcher:
         _dial(host, port, limit.total_seconds(), whose)
-    query, before = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1"))), _sockets()
+    query = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1")))
     try:
         store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise
         raise _no_store(host, port, limit.total_seconds(), whose, str(error).partition("\n")[0]) from None
-    # Torch waits for ever for a host that is stopped or cut off.
-    for fd, _ in _sockets() - before:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
-            if ours.getpeername()[1:2] == (port,):
-                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", silence, 0))
     return store, rank, world_size
 
 

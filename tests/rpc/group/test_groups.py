@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from called import identity, slow
 from group import Meeting, die, results, run_group
+from halt import halt
+from ports import free_port
 from timing import eventually
 
 import rdmarpc as rpc
@@ -445,6 +448,31 @@ def meetings_are_kept_apart(meeting):
 
 def test_one_store_for_one_group_after_the_other():
     results(run_group(meetings_are_kept_apart, 2, dynamic=True))
+
+
+def whose_store_stands_still(meeting):
+    port = free_port()
+    host = os.fork()
+    if host == 0:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        signal.pause()
+        del store
+    try:
+        eventually(lambda: socket.socket().connect_ex(("127.0.0.1", port)), 0)
+        meeting.join(init_method=f"tcp://127.0.0.1:{port}", rank=1)
+        halt(host)
+        for _ in range(3):  # the first of them asks the store, for 5 s
+            with pytest.raises(RuntimeError, match="could not find destination name nobody"):
+                rpc.rpc_sync("nobody", identity, (1,))
+        assert rpc.rpc_sync("worker1", identity, (1,)) == 1
+        rpc.shutdown(timeout=8)
+    finally:
+        os.kill(host, signal.SIGKILL)
+        os.waitpid(host, 0)
+
+
+def test_a_store_whose_host_stands_still_is_given_up():
+    results(run_group(whose_store_stands_still, 1, dynamic=True, timeout=40))
 
 
 def test_the_meeting_helper_waits(tmp_path):

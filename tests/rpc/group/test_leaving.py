@@ -210,6 +210,37 @@ def test_a_worker_leaves_once(scenario):
     results(run_group(scenario))
 
 
+KEPT = []
+
+
+def keeps(x):
+    KEPT[:] = [x.to(rpc.device("worker0"))]
+
+
+def leaves_already():
+    return agent.current().termination._beginning.locked()
+
+
+def uses_what_it_keeps():
+    return (KEPT[0] + 1).sum().item()
+
+
+def serves_with_what_lies_elsewhere(rank):
+    if rank == 0:
+        rpc.rpc_sync("worker1", keeps, (torch.ones(3),))
+        dismiss("worker1")
+        eventually(lambda: rpc.rpc_sync("worker1", leaves_already))
+        time.sleep(0.2)
+        assert rpc.rpc_sync("worker1", uses_what_it_keeps) == 6
+    else:
+        until_dismissed()
+    rpc.shutdown(timeout=30)
+
+
+def test_what_lies_elsewhere_is_there_while_a_worker_that_leaves_serves():
+    results(run_group(serves_with_what_lies_elsewhere))
+
+
 def left_by_a_function(rank):
     if rank == 0:
         for to in ("worker0", "worker1"):

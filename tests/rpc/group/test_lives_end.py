@@ -163,10 +163,36 @@ def one_was_never_met(rank):
     return known() is None
 
 
+def without_close(meeting):
+    meeting.join(world_size=2)
+    group = weakref.ref(agent.current().group)
+    kept = rpc.serve(nn.Linear(2, 2), ["worker1"]) if meeting.rank == 0 else None
+    rpc.shutdown()
+    del kept
+    gc.collect()
+    eventually(lambda: group() is None)
+
+
+def test_nothing_stays_of_a_served_model_that_nobody_closed():
+    results(run_group(without_close, 2, dynamic=True))
+
+
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_nothing_stays_of_a_shutdown_that_failed(device):
     outcomes = run_group(one_was_never_met, 3, transport=device)
     assert [outcomes[rank].result for rank in (0, 2)] == [True, True], outcomes
+
+
+def trained_there(distributed):
+    """Ways to use a model of servers, and optimizers."""
+    served = rpc.serve(nn.Linear(2, 2), ["worker1"], torch.optim.SGD, lr=0.1)
+
+    def trains():
+        served(torch.ones(1, 2)).sum().backward()
+        served.optimizer.step()
+
+    trains()
+    return trains, served.optimizer.state_dict, distributed.state_dict
 
 
 def of_an_earlier_life(meeting):
@@ -181,6 +207,8 @@ def of_an_earlier_life(meeting):
                 if life == 0:
                     kept = context, loss, weight.detach().to(rpc.device("worker1"))
                     kept[2].clone()
+                    owned = [rpc.remote("worker1", torch.ones, (2,))]
+                    uses = trained_there(rpc.optim.DistributedOptimizer(torch.optim.SGD, owned, lr=0.1))
                 else:
                     for begun in (context, kept[0]):
                         with pytest.raises(RuntimeError, match=r"received in autograd context|Could not find autograd"):
@@ -190,6 +218,9 @@ def of_an_earlier_life(meeting):
                     for use in (torch.Tensor.clone, torch.Tensor.neg):  # the first was posted before
                         with pytest.raises(RuntimeError, match="RPC was shut down: what lay at worker worker1 is gone"):
                             use(kept[2])
+                    for use in (*uses, owned[0].to_here):
+                        with pytest.raises(RuntimeError, match="RPC was shut down"):
+                            use()
         rpc.shutdown()
 
 

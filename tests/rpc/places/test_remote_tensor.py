@@ -962,9 +962,17 @@ def test_distributed_checkpoints(group: Group, tmp_path: Path) -> None:
 # -- processes that end
 
 
+UNREAD: list[torch.Tensor] = []
+
+
+def unread() -> torch.Tensor:
+    return UNREAD[0]
+
+
 def use_after_death(pid: int) -> float:
     x = there(torch.randn(4))
     same(x, home(x))
+    UNREAD[:] = [x * 2]
     os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(rpc.PeerLost):
@@ -972,6 +980,8 @@ def use_after_death(pid: int) -> float:
             (x + 1).cpu()
     with pytest.raises(rpc.PeerLost):
         x.sum().item()
+    with pytest.raises(rpc.PeerLost, match=W1):  # where the result of a call lies, and not its caller
+        rpc.rpc_sync(rpc.get_worker_info(), unread, timeout=10)
     same(there(torch.ones(3), W2) + 1, torch.full((3,), 2.0))
     return time.monotonic() - started
 
