@@ -55,6 +55,11 @@ def training(folder: str) -> None:
     (Path(folder) / "file").touch()
     with pytest.raises(OSError):
         rpc.save_checkpoint(again, str(Path(folder) / "file" / "below"))
+    unscheduled = {"model": again["model"], "optimizer": torch.optim.Adam(again["model"].parameters(), 0.01)}
+    rpc.save_checkpoint(unscheduled, str(Path(folder) / "unscheduled"))
+    torch.optim.lr_scheduler.StepLR(unscheduled["optimizer"], 2)
+    rpc.load_checkpoint(unscheduled, str(Path(folder) / "unscheduled"))
+    assert "initial_lr" not in unscheduled["optimizer"].param_groups[0]  # as after torch's ``load_state_dict``
     rpc.load_checkpoint(again, place)
     rpc.wrap(again["model"], PLACES)  # it has its checkpoint still
     assert again["step"] == 3
