@@ -171,7 +171,12 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
                 room = _empty(stored, None if path[3] == "step" else places[path[2]])  # torch counts steps here
             found.setdefault(path[2], {})[path[3]] = room
     options = {name: path for name, path in paths.items() if path[1] == "param_groups"}
-    return _completed({key: {"state": found, "param_groups": bring_home(_groups(value, names))}}, options, metadata)[key]
+    kept = {path[2:4] for path in options.values()}
+    groups = [  # without what a schedule has added since: as in torch, they are those of the checkpoint then
+        {name: option for name, option in group.items() if name == "params" or (at, name) in kept}
+        for at, group in enumerate(bring_home(_groups(value, names)))
+    ]
+    return _completed({key: {"state": found, "param_groups": groups}}, options, metadata)[key]
 
 
 def _completed(room: dict[str, Any], paths: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:

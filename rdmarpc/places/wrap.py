@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar, cast
 
@@ -66,7 +66,8 @@ def wrap(
     _displace(net, places)
     net = net if isinstance(net, WrappedModel) else extend(net, type(net), WrappedModel)
     move(net, places)
-    net._placement = Placed(places, checked(chunks), outputs, FirstSteps(net))
+    placed = Placed(places, checked(chunks), outputs, FirstSteps(net))
+    placed.saved, net._placement = net._placement.saved, placed
     for path, each in places.items():
         if len(each) > 1:
             part = net.get_submodule(path)
@@ -176,9 +177,9 @@ class WrappedModel(Extension):
 
     def replace(self, lost: str, successor: str) -> dict[str, Any]:
         """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
-        models, optimizers and generators, so that training goes on as after that checkpoint. Returns the state of that call,
-        with its plain data as they were saved. ``ValueError`` for workers that are not in the group or have no part,
-        ``NotSupported`` where there was no checkpoint."""
+        models (without gradients), optimizers and generators, so that training goes on as after that checkpoint. Returns the
+        state of that call, with its plain data as they were saved. ``ValueError`` for workers that are not in the group or
+        have no part, ``NotSupported`` where there was no checkpoint."""
         placed, agent = self._placement, _agent.current()
         if placed.saved is None:
             why = "there is no checkpoint of this model"
@@ -191,10 +192,12 @@ class WrappedModel(Extension):
         for stream in streams():
             with suppress(RdmaError):  # what was to come from the lost worker: others still have to tell
                 stream.synchronize()
+        for value in state.values():
+            if isinstance(value, nn.Module):
+                value.zero_grad()  # of the step that is given up, whose other gradients are lost
         for tensor in {id(t): t for t in (*self.parameters(), *self.buffers())}.values():
             if type(tensor) is RemoteTensor and tensor._handle.stream.worker == lost:
                 place = stream_to(successor, tensor._handle.stream.device)
-                tensor.grad = None
                 if place is None:
                     exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"))
                 else:  # also while a graph of an earlier forward has the tensor
@@ -219,7 +222,7 @@ class WrappedModel(Extension):
     def close(self) -> None:
         """Bring all parameters and buffers home: the model is one of this process again, but for what lay at a
         worker that is lost. Idempotent."""
-        _unite(self)
+        _unite(self.modules())
         if self._placement.first is not None:
             self._placement.first.end()
         come_home(self)
@@ -267,9 +270,9 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
     return tree_unflatten(leaves, tree_flatten(results[0])[1])
 
 
-def _unite(net: nn.Module) -> None:
-    """No part has replicas any more."""
-    for module in net.modules():
+def _unite(modules: Iterable[nn.Module]) -> None:
+    """They have no replicas any more."""
+    for module in modules:
         if isinstance(module.__dict__.get("forward"), Replicas):
             del module.__dict__["forward"]
 
@@ -279,13 +282,13 @@ def _displace(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
     if isinstance(net, WrappedModel):
         WrappedModel.close(net)
         return
-    _unite(net)
     storages: dict[int, torch.Tensor] = {}
     for path, module in net.named_modules():
-        where = home(places, path)
-        for tensor in _remote(module):
-            if where is not None and tensor._handle.stream is not stream_to(*where):
-                exchange(tensor, brought(tensor, storages))
+        if (where := home(places, path)) is not None:
+            _unite([module])
+            for tensor in _remote(module):
+                if tensor._handle.stream is not stream_to(*where):
+                    exchange(tensor, brought(tensor, storages))
 
 
 def _attributes(module: nn.Module) -> list[torch.Tensor]:

@@ -17,16 +17,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed_programs
 import drawn_programs
 import judge
 import mixed_programs
 import probes
 import served_pairs
 import served_programs
+import wrapped_programs
 from callers import Callers, Job
 
-PROGRAMS: dict[str, Any] = {"mixed": mixed_programs, "served": served_programs, "paired": served_pairs}
+PROGRAMS: dict[str, Any] = {
+    "distributed": distributed_programs,
+    "mixed": mixed_programs,
+    "paired": served_pairs,
+    "served": served_programs,
+    "wrapped": wrapped_programs,
+}
 """Targets that have programs of their own."""
+CALLING = ("distributed", "mixed")
+"""Those whose programs call ``rdmarpc`` by themselves."""
 
 
 def main() -> int:
@@ -38,7 +48,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
     parser.add_argument(
-        "--target", default="remote", help="identity, wrap, remote, graphed, mixed, served, paired, or module:function:workers"
+        "--target", default="remote", help="identity, wrap, remote, graphed, module:function:workers, or one of PROGRAMS"
     )
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
@@ -56,7 +66,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     """Name and job of each."""
     for case in options.cases:
         if case.endswith(".py"):
-            yield case, ("mixed" if options.target == "mixed" else "text", Path(case).read_text(encoding="utf-8"))
+            yield case, ("mixed" if options.target in CALLING else "text", Path(case).read_text(encoding="utf-8"))
         elif case.isdigit():
             yield _drawn(int(case), options)
         else:
@@ -81,7 +91,7 @@ def _recipe(seed: int, options: argparse.Namespace) -> Any:
 
 def _job(made: Any, options: argparse.Namespace) -> Job:
     if options.target in PROGRAMS:
-        return "mixed" if options.target == "mixed" else "text", PROGRAMS[options.target].source(made)
+        return "mixed" if options.target in CALLING else "text", PROGRAMS[options.target].source(made)
     return "text", (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)
 
 

@@ -70,6 +70,8 @@ TARGETS: dict[str, tuple[judge.Place, int]] = {
     "mixed": (wrap, 2),
     "served": (served, 2),
     "paired": (paired, 3),
+    "wrapped": (wrap, 3),
+    "distributed": (identity, 2),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 

@@ -182,6 +182,10 @@ def forwarded_late(rref, x):
     return found + rref.remote().forward(x).to_here()
 
 
+def on_kept_forward(rref, x):
+    return rref.remote().forward(x).to_here() * 1
+
+
 def applied(net, x):
     return net(x)
 
@@ -337,6 +341,9 @@ class _Reference(_Future):
 
     def local_value(self) -> Any:
         return self.wait()
+
+    def backward(self, context_id: int, retain_graph: bool = False) -> None:
+        self._alone.autograd.backward(context_id, [self.wait()], retain_graph)
 
     def to_here(self) -> Any:
         if self._alone.here.worker == self._owner:
@@ -515,6 +522,7 @@ class Alone:
 class _Optimizer:
     def __init__(self, contexts: Any, order: Any, parts: Any) -> None:
         self._contexts, self._order, self._parts = contexts, order, parts
+        self.param_groups = [{"lr": parts[0][1].param_groups[0]["lr"]}]
 
     def state_dict(self) -> dict[str, Any]:
         states = {id(tensor): state for _, optimizer in self._parts for tensor, state in optimizer.state.items()}
@@ -526,6 +534,7 @@ class _Optimizer:
     def step(self, context_id: int) -> None:
         found = self._contexts[context_id]
         for tensors, optimizer in self._parts:
+            optimizer.param_groups[0].update(self.param_groups[0])
             kept = [tensor.grad for tensor in tensors]
             for tensor in tensors:
                 tensor.grad = found.get(tensor)

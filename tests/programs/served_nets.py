@@ -88,7 +88,7 @@ class Bare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.scales["all"]
-        out = torch.einsum("bi,io->bo", x, self.weight) + torch.stack(list(self.biases)).sum(0)
+        out = torch.einsum("bi,io->bo", x, self.weight) + torch.stack(list(self.biases)).square().sum(0)
         return out * torch.cat([scale[:5], scale[5:]])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import callers
+import distributed_programs
 import drawn_programs
 import judge
 import mixed_programs
@@ -15,6 +16,7 @@ import pytest
 import served_pairs
 import served_programs
 import torch
+import wrapped_programs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,6 +86,19 @@ def test_served_programs():
 def test_served_programs_of_two_trainers():
     recipes = {str(seed): served_pairs.recipe(seed) for seed in range(12)}
     assert not failures("paired", {name: ("text", served_pairs.source(made)) for name, made in recipes.items()})
+
+
+def test_wrapped_programs():
+    """Trained at workers, with all that users do to models and places between steps."""
+    recipes = {str(seed): wrapped_programs.recipe(seed) for seed in range(20)}
+    jobs = {name: ("text", wrapped_programs.source(made)) for name, made in recipes.items()}
+    assert not failures("wrapped", jobs)
+
+
+def test_distributed_programs():
+    """Trained by distributed autograd, with all that users do to contexts, references and optimizers."""
+    recipes = {str(seed): distributed_programs.recipe(seed) for seed in range(30)}
+    assert not failures("distributed", {name: ("mixed", distributed_programs.source(made)) for name, made in recipes.items()})
 
 
 def test_programs_repeat():

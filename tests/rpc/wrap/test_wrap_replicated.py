@@ -157,6 +157,12 @@ def placed_anew() -> None:
         again = rpc.wrap(again, {"2": "worker1"})
         assert torch.equal(again(x).cpu(), alone(x)) and again[2].weight.place == "worker1"
     model.close()
+    norm = nn.BatchNorm1d(4)
+    expected = torch.cat([copy.deepcopy(norm)(shard) for shard in x.chunk(2)])
+    model = rpc.wrap(nn.Sequential(norm), {"0": ["worker1", "worker2"]})
+    rpc.wrap(nn.Sequential(norm, nn.Linear(4, 2)), {"1": "worker2"})  # of another model, which places another part
+    assert torch.equal(model(x).cpu(), expected)
+    model.close()
 
 
 def test_placed_anew(drive):

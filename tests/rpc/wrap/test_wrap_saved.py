@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from beside import assert_same, home
-from checkpointed import made, plainly, step
+from checkpointed import PLACES, made, plainly, step
 from group import Meeting, die, results, run_group
 
 import rdmarpc as rpc
@@ -55,7 +55,13 @@ def training(folder: str) -> None:
     (Path(folder) / "file").touch()
     with pytest.raises(OSError):
         rpc.save_checkpoint(again, str(Path(folder) / "file" / "below"))
+    unscheduled = {"model": again["model"], "optimizer": torch.optim.Adam(again["model"].parameters(), 0.01)}
+    rpc.save_checkpoint(unscheduled, str(Path(folder) / "unscheduled"))
+    torch.optim.lr_scheduler.StepLR(unscheduled["optimizer"], 2)
+    rpc.load_checkpoint(unscheduled, str(Path(folder) / "unscheduled"))
+    assert "initial_lr" not in unscheduled["optimizer"].param_groups[0]  # as after torch's ``load_state_dict``
     rpc.load_checkpoint(again, place)
+    rpc.wrap(again["model"], PLACES)  # it has its checkpoint still
     assert again["step"] == 3
     assert [step(again) for _ in range(2)] == losses[:2]
     rpc.rpc_async("worker1", die)
@@ -67,6 +73,7 @@ def training(folder: str) -> None:
             again["model"].replace(*wrong)
     back = again["model"].replace("worker1", "worker3")
     assert back is again and again["step"] == 3
+    assert all(p.grad is None for p in again["model"].parameters())  # those of the lost worker are lost
     assert [step(again) for _ in range(5)] == losses
     assert_same(again["model"].state_dict(), end)
     assert "worker3" in again["model"].placement_table()

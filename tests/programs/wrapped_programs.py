@@ -1,0 +1,57 @@
+"""Programs over a wrapped model, drawn from a seed, as plain source: ``source(recipe(seed))``."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from served_programs import EXCLUDES, OPTIMIZERS, Line, smaller
+from wrapped_nets import NETS
+from wrapped_statements import COMMON, STATEMENTS
+
+EXCLUDED = EXCLUDES | {
+    "wraps_as_proposed": ("normed",),  # which torch does not copy
+    "converts": ("Complex",),
+    "swaps_on_conversion": ("Complex",),
+}
+
+__all__ = ["recipe", "smaller", "source"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    seed: int
+    net: str
+    optimizer: str
+    early: bool
+    lines: tuple[Line, ...]
+
+
+def recipe(seed: int) -> Recipe:
+    dice = random.Random(seed)
+    net, optimizer, early = dice.choice(NETS), dice.choice(OPTIMIZERS), dice.random() < 0.3
+    beside = f"{net} {optimizer}"
+    names = [name for name in STATEMENTS if not any(word in beside for word in EXCLUDED.get(name, ()))]
+    lines = tuple(
+        Line(dice.choice(COMMON if dice.random() < 0.35 else names), dice.randrange(10**6), round(dice.random(), 3))
+        for _ in range(dice.randint(5, 16))
+    )
+    return Recipe(seed, net, optimizer, early, lines)
+
+
+def source(made: Recipe) -> str:
+    lines = [
+        "import torch",
+        "from wrapped_nets import *",
+        "from served_statements import *",
+        "from wrapped_statements import *",
+        "",
+        "def program(place, keep):",
+        f"    torch.manual_seed({made.seed})",
+        f"    kind, options = torch.optim.{made.optimizer}",
+        f"    trainer = Wrapped(place, {made.net}(), kind, options, keep, {made.early}, {made.seed})",
+        *(f"    trainer.does({line.statement}, {line.seed}, {line.share})" for line in made.lines),
+        "    trainer.ends()",
+        "",
+    ]
+    return "\n".join(lines)
