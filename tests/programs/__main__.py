@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import collective_programs
 import drawn_programs
 import judge
 import mixed_programs
@@ -25,7 +26,12 @@ import served_pairs
 import served_programs
 from callers import Callers, Job
 
-PROGRAMS: dict[str, Any] = {"mixed": mixed_programs, "served": served_programs, "paired": served_pairs}
+PROGRAMS: dict[str, Any] = {
+    "mixed": mixed_programs,
+    "served": served_programs,
+    "paired": served_pairs,
+    "collective": collective_programs,
+}
 """Targets that have programs of their own."""
 
 
@@ -38,7 +44,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--probes", action="store_true")
     parser.add_argument(
-        "--target", default="remote", help="identity, wrap, remote, graphed, mixed, served, paired, or module:function:workers"
+        "--target",
+        default="remote",
+        help="identity, wrap, remote, graphed, mixed, served, paired, collective, or module:function:workers",
     )
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
@@ -80,6 +88,8 @@ def _recipe(seed: int, options: argparse.Namespace) -> Any:
 
 
 def _job(made: Any, options: argparse.Namespace) -> Job:
+    if options.target == "collective":
+        return "collective", collective_programs.source(made), made.size, made.seed
     if options.target in PROGRAMS:
         return "mixed" if options.target == "mixed" else "text", PROGRAMS[options.target].source(made)
     return "text", (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)

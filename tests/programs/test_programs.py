@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import callers
+import collective_programs
 import drawn_programs
 import judge
 import mixed_programs
@@ -84,6 +85,13 @@ def test_served_programs():
 def test_served_programs_of_two_trainers():
     recipes = {str(seed): served_pairs.recipe(seed) for seed in range(12)}
     assert not failures("paired", {name: ("text", served_pairs.source(made)) for name, made in recipes.items()})
+
+
+def test_collective_programs():
+    """``torch.distributed`` over this backend beside gloo, over shared memory and tcp in turn."""
+    recipes = {str(seed): collective_programs.recipe(seed) for seed in range(8)}
+    jobs = {name: ("collective", collective_programs.source(made), made.size, made.seed) for name, made in recipes.items()}
+    assert not failures("collective", jobs)
 
 
 def test_programs_repeat():
