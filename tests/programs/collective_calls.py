@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +72,7 @@ class World:
         """Small whole numbers. gloo takes memory for contiguous that is not: its tensors are."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         drawn = torch.randint(-3, 4, (*shape, 2), generator=self.common if common else self.own)
-        if dtype in (torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64):
+        if not dtype.is_signed:
             drawn = drawn.abs()
         x = torch.view_as_complex(drawn.double()).to(dtype) if dtype.is_complex else drawn[..., 0].to(dtype)
         if form == "conj":
@@ -97,6 +97,10 @@ class World:
     def flat(self, x: torch.Tensor) -> torch.Tensor:
         """For what gloo does not see the strides of."""
         return x.resolve_conj().resolve_neg().contiguous() if self.backend == "gloo" else x
+
+    def bytes(self, x: torch.Tensor) -> torch.Tensor:
+        """Of types that gloo has not got."""
+        return x.view(torch.uint8) if self.backend == "gloo" else x
 
     # -- what is seen
 
@@ -140,20 +144,16 @@ class World:
         self.keep("raised", raised)
 
     def threads(self, *bodies: Callable[[Any], None]) -> None:
-        """Each with a list of its own for what it sees."""
+        """Each with a list of its own for what it sees. Raises the first error of one."""
         seen: list[list[Any]] = [[] for _ in bodies]
 
         def run(body: Callable[[Any], None], mine: list[Any]) -> None:
-            try:
-                body(lambda *tensors: mine.append(plain(tensors)))
-            except Exception as error:
-                mine.append(error)
+            body(lambda *tensors: mine.append(plain(tensors)))
 
-        running = [threading.Thread(target=run, args=each) for each in zip(bodies, seen)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join(20)
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            running = [pool.submit(run, *each) for each in zip(bodies, seen)]
+        for each in running:
+            each.result()
         self._keep("threads", seen)
 
 

@@ -13,11 +13,23 @@ from dataclasses import dataclass, replace
 from drawn_programs import drawn
 
 SHAPES = ["()", "(1,)", "(7,)", "(0,)", "(3, 0)", "(4, 6)", "(2, 3, 4)", "(6000,)", "(150, 300)", "(300_001,)"]
+SHAPES += ["(32_768,)", "(32_769,)", "(16_385,)", "(131_073,)", "(3, 8191)"]
 WHOLE = [f"torch.{name}" for name in ("int8", "uint8", "int32", "int64")]
 REAL = [f"torch.{name}" for name in ("float32", "float64", "float16", "bfloat16")]
 SUMMED = [*WHOLE, *REAL, "torch.float32", "torch.float64"]
 MOVED = [*SUMMED, "torch.bool", "torch.complex64", "torch.complex128"]
-FORMS = ["''", "''", "''", "'gaps'", "'turned'", "'later'"]
+ODD = [f"torch.{name}" for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "bool")]
+FORMS = [
+    "''",
+    "''",
+    "''",
+    "'gaps'",
+    "'turned'",
+    "'later'",
+    "'conj'",
+    "('', 'gaps', 'later')[rank]",
+    "('turned', '', 'gaps')[rank]",
+]
 
 CALLS = r"""
 x = w.made({s}, {d}, {m})
@@ -173,12 +185,7 @@ w.keep('x', y)
 
 xs = [w.made(n) for n in (3, 500, 70_000)]
 works = [dist.all_reduce(x, group=here.group, async_op=True) for x in xs]
-def wait():
-    for work in <works|works[::-1]>:
-        work.wait()
-thread = threading.Thread(target=wait)
-thread.start()
-thread.join(20)
+w.threads(lambda seen: [work.wait() for work in <works|works[::-1]>])
 w.keep('x', xs)
 
 xs = [w.made(n) for n in (3, 500, 70_000)]
@@ -221,6 +228,97 @@ y = w.made({s}, torch.float32)
 dist.all_reduce(y, group=here.group)
 work.wait()
 w.keep('x', [x, y])
+
+x = w.made({s1}, {b})
+dist.broadcast(w.bytes(x), {root}, here.group)
+w.keep('x', x.view(torch.uint8))
+
+x = w.made({s1}, {b})
+out = [w.empty({s1}, {b}) for _ in here.ranks]
+dist.all_gather([w.bytes(each) for each in out], w.bytes(x), here.group)
+w.keep('x', [each.view(torch.uint8) for each in out])
+
+x = w.made({s}, {f}, {m})
+if w.backend == 'gloo':
+    dist.all_reduce(x, group=here.group)
+    x.div_(here.size)
+else:
+    dist.all_reduce(x, dist.ReduceOp.AVG, here.group)
+w.keep('x', x)
+
+x = w.made({s}, {f})
+factor = <0.5|2.0|torch.tensor([4.0])>
+if w.backend == 'gloo':
+    dist.all_reduce(x.mul_(float(factor)), group=here.group)
+else:
+    dist.all_reduce(x, dist._make_nccl_premul_sum(factor), here.group)
+w.keep('x', x)
+
+out = [w.empty((n + 1) * <3|9000>, {t}) for n in range(here.size)]
+x = w.made(out[here.me].shape, {t}, {m})
+if w.backend == 'gloo':
+    out[here.me].copy_(x)
+    for n in range(here.size):
+        dist.broadcast(out[n], here.ranks[n], here.group)
+else:
+    dist.all_gather(out, x, here.group)
+w.keep('x', out)
+
+parts = [w.made((n + 1) * <3|9000>, {d}) for n in range(here.size)]
+x = w.empty(parts[here.me].shape, {d})
+if w.backend == 'gloo':
+    for part in parts:
+        dist.all_reduce(part, {o}, here.group)
+    x.copy_(parts[here.me])
+else:
+    dist.reduce_scatter(x, parts, {o}, here.group)
+w.keep('x', x)
+
+big = w.made((here.size * 7 + 3,), {d})
+out, x = big[<1|3|6>:][:7], big[: here.size * 7]
+dist.reduce_scatter_tensor(out, x.clone() if w.backend == 'gloo' else x, {o}, here.group)
+w.keep('x', out)
+
+big = w.made((here.size * 7,), {t})
+x = big[<1|3|6>:][:7]
+dist.all_gather_into_tensor(big, x.clone() if w.backend == 'gloo' else x, here.group)
+w.keep('x', big)
+
+x = w.made((here.size * 4, 3), {t})
+dist.all_to_all_single(x, x.clone() if w.backend == 'gloo' else x, group=here.group)
+w.keep('x', x)
+
+x, out = w.made(here.size * 6, {t}), w.empty(here.size * here.size * 6, {t})
+if rank % 2 or w.backend == 'gloo':
+    dist.all_gather(list(out.chunk(here.size)), x, here.group)
+else:
+    dist.all_gather_into_tensor(out, x, here.group)
+parts, y = w.made(here.size * 6, {d}), w.empty(6, {d})
+if rank % 2 and w.backend != 'gloo':
+    dist.reduce_scatter(y, list(parts.chunk(here.size)), {o}, here.group)
+else:
+    dist.reduce_scatter_tensor(y, parts, {o}, here.group)
+w.keep('x', [out, y])
+
+x = w.made({s}, {d}).view(-1)
+x = x if rank % 2 else x.view(1, -1, 1)
+dist.all_reduce(x, {o}, here.group)
+w.keep('x', x)
+
+for n in range(<20|540>):
+    x = w.made(n + 1)
+    dist.all_reduce(x, group=here.group)
+    w.keep('x', x.sum())
+
+works = []
+for n in (200_000, 3, 900_000, 40_000):
+    x = w.made(n, {d2})
+    works.append((dist.all_reduce(x, group=here.group, async_op=True), x))
+    y = w.made(n // 2, {d2})
+    dist.all_reduce(y, group=here.group)<|; dist.barrier(here.group)>
+    w.keep('y', y)
+for work, x in works[::<1|-1>]:
+    w.then(work, x)
 """.strip().split("\n\n")
 
 OBJECTS = r"""
@@ -300,6 +398,55 @@ for _ in range(5 if here.size > 1 else 0):
         dist.send(x, group=here.group, group_dst=here.size - 1)
     if here.me == here.size - 1:
         dist.recv(y, group=here.group, group_src=0)
+w.keep('y', y)
+
+sizes = [5, 70_000, 1, 300_000, 9000, 2]
+if rank == 0:
+    for n in sizes:
+        x = w.made(n, {t})
+        w.later(dist.isend(x, 1, tag=n), x)
+elif rank == 1:
+    for n in <sizes|sizes[::-1]|sorted(sizes)>:
+        x = w.empty(n, {t})
+        dist.recv(x, <0|None>, tag=n)
+        w.keep('x', x)
+
+x, y = w.made({s2}, {t}), w.empty({s2}, {t})
+works = [dist.isend(x, (rank + 1) % size, tag=9)]
+z = w.made({s}, {d})
+dist.all_reduce(z, {o})
+dist.barrier()
+works.append(dist.irecv(y, (rank - 1) % size, tag=9))
+for work in works<|[::-1]>:
+    work.wait()
+w.keep('x', [y, z])
+
+def swap(seen):
+    x, y = torch.full((200_000,), float(rank)), torch.zeros(200_000)
+    for turn in range(6):
+        works = [dist.isend(x + turn, (rank + 1) % size, tag=4), dist.irecv(y, (rank - 1) % size, tag=4)]
+        for work in works:
+            work.wait()
+        seen(y)
+def add(seen):
+    for n in (10, 300_000, 50, 700_000):
+        x = torch.full((n,), float(rank))
+        dist.all_reduce(x)
+        seen(x)
+w.threads(swap, add)
+
+x, y = w.made({s1}, {b}), w.empty({s1}, {b})
+works = [dist.isend(w.bytes(x), (rank + 1) % size), dist.irecv(w.bytes(y), (rank - 1) % size)]
+for work in works:
+    work.wait()
+w.keep('y', y.view(torch.uint8))
+
+x = w.made((6, 5), {t})
+y = w.empty((6, 5), {t}, <'gaps'|'turned'|''>)
+x = w.flat(x<.t().contiguous().t()|[::2].repeat(2, 1)|.flip(1)>)
+works = [dist.isend(x, (rank + 1) % size), dist.irecv(y, (rank - 1) % size)]
+for work in works:
+    work.wait()
 w.keep('y', y)
 """.strip().split("\n\n")
 
@@ -859,6 +1006,9 @@ def _statement(dice: random.Random, table: list[str]) -> str:
         "s2": shape if shape not in ("(0,)", "(3, 0)") else "(1,)",  # gloo receives nothing of nobody
         "d": dtype,
         "t": dice.choice(MOVED),
+        "b": dice.choice(ODD),
+        "f": dice.choice(REAL),
+        "d2": dice.choice(["torch.float32", "torch.int32", "torch.float64"]),
         "m": dice.choice(FORMS),
         "o": f"dist.ReduceOp.{dice.choice(sums)}",
         "o2": f"dist.ReduceOp.{dice.choice(sums[:5])}",
