@@ -19,17 +19,7 @@ REAL = [f"torch.{name}" for name in ("float32", "float64", "float16", "bfloat16"
 SUMMED = [*WHOLE, *REAL, "torch.float32", "torch.float64"]
 MOVED = [*SUMMED, "torch.bool", "torch.complex64", "torch.complex128"]
 ODD = [f"torch.{name}" for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "bool")]
-FORMS = [
-    "''",
-    "''",
-    "''",
-    "'gaps'",
-    "'turned'",
-    "'later'",
-    "'conj'",
-    "('', 'gaps', 'later')[rank]",
-    "('turned', '', 'gaps')[rank]",
-]
+FORMS = ["''", "''", "''", "'gaps'", "'turned'", "'later'", "('', 'gaps', 'later')[rank]", "('turned', '')[rank % 2]"]
 
 CALLS = r"""
 x = w.made({s}, {d}, {m})
@@ -57,8 +47,8 @@ x = w.made({s1}, {t}, {m})
 out = w.empty((here.size * x.shape[0], *x.shape[1:]), {t})
 {then}(dist.all_gather_into_tensor(out, x, here.group, async_op={later}), out)
 
-x = w.made({s}, {t})
-out = [w.empty({s}, {t}) for _ in here.ranks] if rank == {root} else None
+x = w.made({s}, {d})
+out = [w.empty({s}, {d}) for _ in here.ranks] if rank == {root} else None
 {then}(dist.gather(x, out, {root}, here.group, async_op={later}), out)
 
 parts = [w.made({s}, {t}) for _ in here.ranks]
@@ -228,6 +218,10 @@ y = w.made({s}, torch.float32)
 dist.all_reduce(y, group=here.group)
 work.wait()
 w.keep('x', [x, y])
+
+x = w.made({s}, torch.complex64, 'conj')
+dist.broadcast(x, {root}, here.group)
+w.keep('x', x)
 
 x = w.made({s1}, {b})
 dist.broadcast(w.bytes(x), {root}, here.group)
@@ -435,7 +429,8 @@ def add(seen):
         seen(x)
 w.threads(swap, add)
 
-x, y = w.made({s1}, {b}), w.empty({s1}, {b})
+x = w.made(<7|6000|130_001>, {b})
+y = w.empty(x.shape, {b})
 works = [dist.isend(w.bytes(x), (rank + 1) % size), dist.irecv(w.bytes(y), (rank - 1) % size)]
 for work in works:
     work.wait()
@@ -629,9 +624,10 @@ w.keep('gradients', [p.grad for p in net.parameters()])
 
 net = net_of(w)
 fully_shard(net, mesh=mesh)
-state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=<True|False>))
+first = <True|False>
+state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=first))
 w.keep('state', state)
-set_model_state_dict(net, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=<True|False>))
+set_model_state_dict(net, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=first))
 w.keep('net', list(net.parameters()))
 
 strategy = ShardingStrategy.<FULL_SHARD|SHARD_GRAD_OP|NO_SHARD>
