@@ -76,10 +76,8 @@ class World:
         if not dtype.is_signed:
             drawn = drawn.abs()
         x = torch.view_as_complex(drawn.double()).to(dtype) if dtype.is_complex else drawn[..., 0].to(dtype)
-        if form == "conj":
-            x = x.conj()
         if self.backend == "gloo" or not form:
-            return x.resolve_conj().clone(memory_format=torch.contiguous_format)
+            return x.clone(memory_format=torch.contiguous_format)
         if form == "gaps":
             wide = torch.zeros((*shape, 2), dtype=dtype)
             wide[..., 0] = x

@@ -219,10 +219,6 @@ dist.all_reduce(y, group=here.group)
 work.wait()
 w.keep('x', [x, y])
 
-x = w.made({s}, torch.complex64, 'conj')
-dist.broadcast(x, {root}, here.group)
-w.keep('x', x)
-
 x = w.made({s1}, {b})
 dist.broadcast(w.bytes(x), {root}, here.group)
 w.keep('x', x.view(torch.uint8))
