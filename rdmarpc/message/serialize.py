@@ -455,7 +455,7 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | torch._C.Future) and not callable(value):
         yield from ((f".{name}", part) for name, part in vars(value).items())
     elif hasattr(value, "__self__"):
         yield ".__self__", value.__self__

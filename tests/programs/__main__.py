@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import collective_programs
 import distributed_programs
 import drawn_programs
 import judge
@@ -28,6 +29,7 @@ import wrapped_programs
 from callers import Callers, Job
 
 PROGRAMS: dict[str, Any] = {
+    "collective": collective_programs,
     "distributed": distributed_programs,
     "mixed": mixed_programs,
     "paired": served_pairs,
@@ -90,6 +92,8 @@ def _recipe(seed: int, options: argparse.Namespace) -> Any:
 
 
 def _job(made: Any, options: argparse.Namespace) -> Job:
+    if options.target == "collective":
+        return "collective", collective_programs.source(made), made.size, made.seed
     if options.target in PROGRAMS:
         return "mixed" if options.target in CALLING else "text", PROGRAMS[options.target].source(made)
     return "text", (drawn_programs.graphed_source if options.target == "graphed" else drawn_programs.source)(made)

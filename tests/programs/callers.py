@@ -8,6 +8,7 @@ import gc
 import importlib
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import collective_calls
 import judge
 import mixed_calls
 import probes
@@ -72,6 +74,7 @@ TARGETS: dict[str, tuple[judge.Place, int]] = {
     "paired": (paired, 3),
     "wrapped": (wrap, 3),
     "distributed": (identity, 2),
+    "collective": (identity, 2),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 
@@ -84,13 +87,15 @@ def target(name: str) -> tuple[judge.Place, int]:
 
 
 Job = tuple[Any, ...]
-"""``("text", text)``, ``("mixed", text)`` or ``("probe", name, variant)``."""
+"""``("text", text)``, ``("mixed", text)``, ``("probe", name, variant)`` or ``("collective", text, size, seed)``."""
 
 
 def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
     if job[0] == "probe":
         return judge.judged(getattr(probes, job[1]), functools.partial(probes.spread, place, job[2]))
     name = f"drawn_{zlib.crc32(job[1].encode()):08x}"  # a file, for tracebacks, and for pickles that workers read
+    if job[0] == "collective":
+        return collective_calls.judged(*job[1:], folder, name)
     (Path(folder) / f"{name}.py").write_text(job[1], encoding="utf-8")
     importlib.invalidate_caches()
     program = importlib.import_module(name).program
@@ -117,17 +122,23 @@ class Callers:
     def judge(self, job: Job) -> judge.Verdict:
         if not self._processes:
             self._start()
-        pipe = self._pipes[0]
-        try:
-            pipe.send((job, self.limit))
-            if pipe.poll(self.limit):
-                return pipe.recv()
-            verdict = judge.Verdict("HANG", f"no answer in {self.limit:.0f} s; the caller's stacks are on stderr")
-        except (EOFError, OSError):
-            self._processes[0].join(5.0)
-            verdict = judge.Verdict("CRASH", f"exit code {self._processes[0].exitcode}")
-        self._kill()
-        return verdict
+        callers = range(len(self._pipes) if job[0] == "collective" else 1)
+        deadline = time.monotonic() + self.limit
+        for rank in callers:
+            self._pipes[rank].send((job, self.limit))
+        verdicts = []
+        for rank in callers:
+            try:
+                if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                    self._kill()
+                    return judge.Verdict("HANG", f"no answer in {self.limit:.0f} s; the caller's stacks are on stderr")
+                verdicts.append(self._pipes[rank].recv())
+            except (EOFError, OSError):
+                self._processes[rank].join(5.0)
+                code = self._processes[rank].exitcode
+                self._kill()
+                return judge.Verdict("CRASH", f"exit code {code}")
+        return max(verdicts, key=judge.rank)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -181,17 +192,15 @@ def _main(name: str, rank: int, size: int, folder: str, store: str, pipe: Connec
     if size > 1:
         options = rpc.RpcBackendOptions(init_method=f"file://{store}", rpc_timeout=20, num_worker_threads=4)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    place = target(name)[0]
+    gc.freeze()  # else each program's collection walks all that was imported
     if rank == 0:
-        place = target(name)[0]
-        gc.freeze()  # else each program's collection walks all that was imported
         pipe.send("ready")
+    with suppress(EOFError):
         while (asked := pipe.recv()) is not None:
             job, limit = asked
             faulthandler.dump_traceback_later(0.95 * limit, file=sys.__stderr__)
             pipe.send(judged(job, place, folder))
             faulthandler.cancel_dump_traceback_later()
-    else:
-        with suppress(EOFError):
-            pipe.recv()
     if size > 1:
         rpc.shutdown()

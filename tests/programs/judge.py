@@ -163,10 +163,10 @@ def compared(one: Outcome, other: Outcome) -> Verdict:
         return Verdict("refused", said(other.error))
     late = one.error is not None and len(one.seen) != len(other.seen)
     length = min(len(one.seen), len(other.seen)) if late or other.error is not None else len(one.seen)
-    found = _worst(one.seen[:length], other.seen[:length] if late else other.seen)
+    found = worst_of(one.seen[:length], other.seen[:length] if late else other.seen)
     if one.error is None and other.error is None:
         parted = found.kind in ("refused", "other error")  # what follows has its reason in that
-        return found if parted else max(found, _worst(one.state, other.state), key=_rank)
+        return found if parted else max(found, worst_of(one.state, other.state), key=rank)
     if found.kind == "WRONG":
         return found
     if one.error is None or other.error is None:
@@ -177,11 +177,11 @@ def compared(one: Outcome, other: Outcome) -> Verdict:
         return Verdict("late error" if text in said(other.error) else "other error", _told(other.error))
     if text != said(other.error):
         return Verdict("other text", f"{said(other.error)} | {text}")
-    found = max(found, _worst(one.state, other.state), key=_rank)
+    found = max(found, worst_of(one.state, other.state), key=rank)
     return Verdict("same error", text) if found.kind == "equal" else found
 
 
-def _rank(verdict: Verdict) -> int:
+def rank(verdict: Verdict) -> int:
     return KINDS.index(verdict.kind)
 
 
@@ -200,7 +200,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {said(error)}{where}"
 
 
-def _worst(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Verdict:
+def worst_of(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Verdict:
     """Up to a refusal, or an error of one alone, whose name says that later values depend on it."""
     worst = Verdict("equal")
     for n, ((name, a), (other_name, b)) in enumerate(zip(one, other)):
@@ -208,7 +208,7 @@ def _worst(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Ve
             found = _same(None, b[0][1])
             return Verdict(found.kind, f"{n}: {other_name} is kept, not {name}: {found.detail}")
         found = _group(a, b)
-        if _rank(found) > _rank(worst):
+        if rank(found) > rank(worst):
             worst = Verdict(found.kind, f"{n}: {found.detail}")
         if found.kind in ("refused", "other error") and name.startswith("write"):
             return worst
@@ -223,12 +223,12 @@ def _group(one: Leaves, other: Leaves) -> Verdict:
     worst = Verdict("equal")
     for (name, a), (other_name, b) in zip(one, other):
         if name != other_name:  # an error in the place of several values, say
-            return max(worst, _same(None, b), Verdict("other error", f"{other_name}, not {name}"), key=_rank)
+            return max(worst, _same(None, b), Verdict("other error", f"{other_name}, not {name}"), key=rank)
         found = _same(a, b)
-        if _rank(found) > _rank(worst):
+        if rank(found) > rank(worst):
             worst = Verdict(found.kind, f"{name}: {found.detail}")
     if len(one) != len(other):
-        return max(worst, Verdict("WRONG", f"{len(other)} parts, not {len(one)}"), key=_rank)
+        return max(worst, Verdict("WRONG", f"{len(other)} parts, not {len(one)}"), key=rank)
     return worst
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import callers
+import collective_programs
 import distributed_programs
 import drawn_programs
 import judge
@@ -99,6 +100,13 @@ def test_distributed_programs():
     """Trained by distributed autograd, with all that users do to contexts, references and optimizers."""
     recipes = {str(seed): distributed_programs.recipe(seed) for seed in range(30)}
     assert not failures("distributed", {name: ("mixed", distributed_programs.source(made)) for name, made in recipes.items()})
+
+
+def test_collective_programs():
+    """``torch.distributed`` over this backend beside gloo, over shared memory and tcp in turn."""
+    recipes = {str(seed): collective_programs.recipe(seed) for seed in range(8)}
+    jobs = {name: ("collective", collective_programs.source(made), made.size, made.seed) for name, made in recipes.items()}
+    assert not failures("collective", jobs)
 
 
 def test_programs_repeat():

@@ -477,6 +477,10 @@ def cannot_travel(rank):
             rpc.rpc_async("worker1", both, (torch.ones(9000),), {"second": Box(lock=threading.Lock())})
         with pytest.raises(RuntimeError, match=r"in result\['a'\]\[1\].lock, a lock"):
             rpc.rpc_sync("worker1", returns_a_lock)
+        with pytest.raises(RuntimeError, match=r"Can not pickle torch.futures.Future \(in args\[0\]\[0\], a Future\)"):
+            rpc.rpc_sync("worker1", identity, ([rpc.rpc_async("worker1", identity, (1,))],))
+        with pytest.raises(TypeError, match=r"cannot pickle 'module' object \(in args\[0\]\[0\], a module\)"):
+            rpc.rpc_sync("worker1", identity, ([threading],))
         with pytest.raises(Exception, match=r"local object(.|\n)*travel with RpcBackendOptions\(pickler='cloudpickle'\)"):
             rpc.rpc_sync("worker1", lambda: 1)
         with pytest.raises(Exception, match=r"in args\[0\]\[0\], a function(.|\n)*pickler='cloudpickle'"):
