@@ -93,9 +93,9 @@ Job = tuple[Any, ...]
 def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
     if job[0] == "probe":
         return judge.judged(getattr(probes, job[1]), functools.partial(probes.spread, place, job[2]))
-    name = f"drawn_{zlib.crc32(job[1].encode()):08x}"  # a file, for tracebacks, and for pickles that workers read
     if job[0] == "collective":
-        return collective_calls.judged(*job[1:], folder, name)
+        return collective_calls.judged(*job[1:])
+    name = f"drawn_{zlib.crc32(job[1].encode()):08x}"  # a file, for tracebacks, and for pickles that workers read
     (Path(folder) / f"{name}.py").write_text(job[1], encoding="utf-8")
     importlib.invalidate_caches()
     program = importlib.import_module(name).program
@@ -122,7 +122,9 @@ class Callers:
     def judge(self, job: Job) -> judge.Verdict:
         if not self._processes:
             self._start()
-        callers = range(len(self._pipes) if job[0] == "collective" else 1)
+        callers = range(1)
+        if job[0] == "collective":
+            callers, job = range(len(self._pipes)), (*job, tempfile.mkdtemp(dir=self._folder.name))
         deadline = time.monotonic() + self.limit
         for rank in callers:
             self._pipes[rank].send((job, self.limit))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import judge
@@ -182,21 +181,19 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def judged(text: str, size: int, seed: int, folder: str, name: str) -> judge.Verdict:
-    """At one rank: the worker of that number. Workers of higher numbers have nothing to do."""
+def judged(text: str, size: int, seed: int, folder: str) -> judge.Verdict:
+    """At one rank: the worker of that number. Workers of higher numbers have nothing to do. ``folder``: of this run alone."""
     rank = rpc.get_worker_info().id
     if rank >= size:
         return judge.Verdict("equal")
     names: dict[str, Any] = {}
-    exec(compile(text, f"{name}.py", "exec"), names)
-    place = Path(folder) / name
-    place.mkdir(exist_ok=True)
+    exec(compile(text, "drawn.py", "exec"), names)
     os.environ["RDMARPC_COLLECTIVES_DEVICE"] = "tcp" if seed % 2 else "shm"
 
     def over(backend: str) -> judge.Outcome:
         def program(_: Any, keep: Any) -> None:
             try:
-                names["program"](World(backend, rank, size, str(place), keep), rank, size)
+                names["program"](World(backend, rank, size, folder, keep), rank, size)
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
