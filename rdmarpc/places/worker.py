@@ -144,11 +144,6 @@ def _taken(told: Any, device: torch.device) -> tuple[str, Any]:
     return (kind, [_taken(each, device) for each in value]) if kind == "l" else (kind, value)
 
 
-def _not_computed(worker: str) -> RdmaError:
-    hint = "the error before it says why; compute it again, and load a checkpoint of what was written since"
-    return RdmaError("this tensor was not computed: an error came before", peer=worker, hint=hint)
-
-
 class Runner:
     """One stream. ``open`` begins its thread; ``stop`` may be called by any thread."""
 
@@ -493,7 +488,8 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or self._void(_not_computed(self._me)))
+            error = RdmaError("this tensor was not computed: an error came before", peer=self._me, hint="compute it again")
+            raise _Voided(found or self.void or self._void(error))
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:

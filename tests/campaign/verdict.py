@@ -96,6 +96,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return ""  # it is the other end of that connection
     if _says(entry, "RAISED") and victims & set(ranks_in(entry["text"])):
         return ""  # and says why
+    if any(fault.phase == "shutdown" for fault in lethal) and victims & set(ranks_in(entry["text"])):
+        return ""  # it touches somebody who has left because of that
     concerned = victims & {*entry["touched"], rank}
     if not concerned:
         return f"it does not concern worker {sorted(victims)}"
