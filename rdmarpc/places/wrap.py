@@ -413,7 +413,8 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     before = None
     if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
         before = torch.autograd.graph.get_gradient_edge(tensor).node
-    gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    gradient = None if tensor.grad is None else at_place(tensor.grad, place_of(found))  # first: this may fail
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     try:
         _swap(tensor, made)
