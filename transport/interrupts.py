@@ -134,6 +134,8 @@ def _at_work(frame: FrameType | None) -> bool:
             return found[0](frame.f_locals)
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             return not waits and not module.startswith(_PROGRAMS)
+        if module == "weakref":  # a finalizer: what is raised there is printed, and lost
+            return True
         if module == "__main__" or not _of_library(code.co_filename):
             return False
         waits = module == "threading" and code.co_name in _WAITING

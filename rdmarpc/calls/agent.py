@@ -378,8 +378,8 @@ class Agent:
                 self.termination.part(time.monotonic() + timeout if timeout else None, leaves)
                 parted = True
         finally:
+            leaves()
             if not parted:
-                leaves()
                 self.say_goodbye()
             try:
                 self.group.leave()

@@ -95,14 +95,13 @@ class Termination:
 
     def part(self, deadline: float | None, leaves: Callable[[], None]) -> None:
         """Serve until nothing is left to do, anywhere (in a dynamic group: here), and take leave. ``leaves()`` is called when
-        functions here need nothing of other workers any more. Raises ``RdmaError`` where that cannot be: what others wait for
-        here has had its time then."""
+        functions here need nothing of other workers any more, and these are still there. Raises ``RdmaError`` where that cannot
+        be: what others wait for here has had its time then."""
         agent = self._agent
         try:
             agent.rrefs.collect()
             if agent.group.dynamic:
                 self._leave(deadline)
-                leaves()
                 return
             self.wait(deadline)
             self._finish(deadline)  # rank 0 knows its own answer before it has sent all others theirs

@@ -597,6 +597,7 @@ def stream_to(worker: str, device: str | torch.device = "cpu") -> Stream | None:
         if found is None or found.closed is not None or found.agent is not agent:
             if not any(stream.agent is agent for stream in _streams.values()):
                 agent.before_leaving.append(close_streams)
+                agent.at_close.append(close_streams)  # functions that still run then may have opened others
             found = _streams[key] = Stream(agent, info, where)
         return found
 

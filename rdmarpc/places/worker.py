@@ -488,7 +488,8 @@ class Runner:
     def _tensor(self, name: int, at: int, meta: int) -> torch.Tensor:
         found = self.values.get(name)
         if type(found) is Void or found is None:
-            raise _Voided(found or self.void or self._void(RdmaError("this tensor was not computed: an error came before")))
+            error = RdmaError("this tensor was not computed: an error came before", peer=self._me, hint="compute it again")
+            raise _Voided(found or self.void or self._void(error))
         return found if at == -1 else view(found, self.metas[meta], at)
 
     def _name(self, signature: Signature, name: int, result: Any) -> None:

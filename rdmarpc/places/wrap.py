@@ -417,16 +417,17 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
         before = torch.autograd.graph.get_gradient_edge(tensor).node
     gradient, hooks, after = tensor.grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    moved = None if gradient is None else at_place(gradient, place_of(found))  # before anything changes: this may fail
     tensor.grad = tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     try:
         _swap(tensor, made)
         tensor.__class__, made.__class__ = made.__class__, tensor.__class__
         tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     finally:
-        if gradient is not None:
+        if gradient is not None and moved is not None:
             if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
                 tensor.grad_dtype = None
-            tensor.grad = at_place(gradient, place_of(tensor))
+            tensor.grad = moved if place_of(moved) == place_of(tensor) else gradient
         if hooks is not None:
             tensor._backward_hooks = hooks
         if after is not None:

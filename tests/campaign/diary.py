@@ -43,6 +43,9 @@ KINDS = (
     "callbacks",
     "end",
     "liar",
+    "program",
+    "statement",
+    "again",
 )
 SLOW_S = 0.5
 _RANK = re.compile(r"worker(\d+)")

@@ -34,6 +34,8 @@ def strike(fault: Fault, at: int, pid: int, board: Board, namespaces: list[int])
     with contextlib.suppress(ProcessLookupError):
         if fault.kind == "kill":
             os.kill(pid, signal.SIGKILL)
+        elif fault.kind in ("raise", "interrupt"):
+            os.kill(pid, signal.SIGINT)
         elif fault.kind == "stop":
             os.kill(pid, signal.SIGSTOP)
         elif fault.kind in ("pause", "sleeper"):

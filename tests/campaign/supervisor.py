@@ -65,7 +65,7 @@ def run(trial: Trial, keep: Path | None = None, siege: Siege | None = None, oper
         entries = _read(folder)
         outcome.frames = sum(entry["frames"] for entry in entries if entry["event"] == "tampered")
         outcome.problems = watch.problems + verdict.judge(trial, entries, watch.times(), watch.late, watch.exits, watch.hung)
-        outcome.problems += verdict.left_behind(entries, shared)
+        outcome.problems += verdict.left_behind(entries, shared) + verdict.printed(folder)
         if outcome.problems and keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             outcome.folder = str(keep / str(trial.number))

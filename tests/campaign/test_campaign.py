@@ -18,6 +18,7 @@ FAULTS = (
     Trial(2, "references", "tcp", 3, (Fault("exit", 2, "work", 0.2, 0.0, 1),)),
     Trial(3, "autograd", "tcp", 3, (Fault("stop", 1, "work", 0.2, 0.0, 0),)),
     Trial(4, "channels", "shm", 3, (Fault("pause", 1, "work", 0.2, 0.6, 0),)),
+    Trial(10, "statements", "tcp", 4, (Fault("kill", 1, "work", 0.3, 0.0, 0), Fault("interrupt", 0, "work", 0.4, 0.0, 1))),
     Trial(5, "groups", "auto", 3, (Fault("gil", 0, "work", 0.2, 1.0, 1),)),
 )
 

@@ -12,11 +12,11 @@ PEER_TIMEOUT_S = 2.0
 GRACE_S = 3.0
 """Nobody may wait for longer than ``PEER_TIMEOUT_S`` and this after a fault."""
 
-LETHAL = ("kill", "stop", "sleeper", "exit", "socket", "cut")
+LETHAL = ("kill", "stop", "sleeper", "exit", "socket", "cut", "raise")
 """Afterwards the victim is lost to others: for good, or (``socket``) to one of them."""
-GENTLE = ("pause", "gil", "delay", "callbacks", "descriptors", "arena")
+GENTLE = ("pause", "gil", "delay", "callbacks", "descriptors", "arena", "interrupt")
 """Afterwards everything goes on with right results."""
-WORKLOADS = ("calls", "flood", "references", "autograd", "wrap", "serve", "groups", "channels")
+WORKLOADS = ("calls", "flood", "references", "autograd", "wrap", "serve", "groups", "channels", "statements")
 DEVICES = ("shm", "tcp", "auto")
 
 
@@ -66,15 +66,15 @@ def draw(number: int, devices: tuple[str, ...] = DEVICES, workloads: tuple[str, 
     """The trial of that number. Which devices and workloads there are to choose from belongs to the number."""
     chance = random.Random(number)
     workload, device = chance.choice(workloads), chance.choice(devices)
-    size = {"serve": 4, "wrap": 3}.get(workload) or chance.choice((3, 3, 4))
-    kinds = list(LETHAL + GENTLE)
+    size = {"serve": 4, "wrap": 3, "statements": 4}.get(workload) or chance.choice((3, 3, 4))
+    kinds = [kind for kind in LETHAL + GENTLE if workload == "statements" or kind not in ("raise", "interrupt")]
     if workload == "channels":
         kinds = [kind for kind in kinds if kind not in ("exit", "callbacks", "delay", "arena")]
     if workload == "groups":  # who could bring it about may be elsewhere
         kinds = [kind for kind in kinds if kind not in ("exit", "callbacks", "socket")]
     if why_no_cut() or workload in ("channels", "serve"):
         kinds.remove("cut")
-    if workload in ("serve", "wrap"):
+    if workload in ("serve", "wrap", "statements"):
         kinds.remove("arena")
     count = chance.choice((1, 1, 1, 1, 2))
     victims = chance.sample(range(size), count)
@@ -86,10 +86,16 @@ def draw(number: int, devices: tuple[str, ...] = DEVICES, workloads: tuple[str, 
 
 def _fault(chance: random.Random, kinds: list[str], size: int, victim: int) -> Fault:
     kind = chance.choice(kinds)
+    if kind in ("raise", "interrupt"):  # who runs a program goes on with it
+        kind = "interrupt" if victim in (0, size - 1) else "raise"
     phase = chance.choices(("init", "work", "shutdown"), (1, 12, 2))[0]
     if kind not in ("kill", "stop", "pause"):
         phase = "work"
-    after = {"init": chance.uniform(0.0, 0.15), "work": chance.uniform(0.02, 0.8), "shutdown": chance.uniform(0.0, 0.03)}[phase]
+    after = {
+        "init": chance.uniform(0.0, 0.15),
+        "work": chance.uniform(0.02, 2.0 if "raise" in kinds else 0.8),
+        "shutdown": chance.uniform(0.0, 0.03),
+    }[phase]
     seconds = {
         "pause": chance.uniform(0.1, 0.5 * PEER_TIMEOUT_S),
         "sleeper": PEER_TIMEOUT_S + chance.uniform(1.0, 2.0),

@@ -49,6 +49,8 @@ def main(trial: Trial, rank: int, folder: str, namespace: int) -> None:
     try:
         _life(trial, rank, place, diary)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise  # the fault was that
         diary.write("escaped", type=type(error).__name__, text=str(error)[:1000], trace=traceback.format_exc()[-2000:])
     board.tell(rank, DONE, os.getpid())
     sys.stdout.flush(), sys.stderr.flush()
@@ -58,6 +60,7 @@ def _life(trial: Trial, rank: int, place: Path, diary: Diary) -> None:
     import torch
 
     from .faults import Saboteur
+    from .statements import live
     from .workloads import Scene
 
     torch.set_num_threads(1)
@@ -74,9 +77,12 @@ def _life(trial: Trial, rank: int, place: Path, diary: Diary) -> None:
     scene = Scene(trial, rank, diary, place, options)
     saboteur = Saboteur(scene)
     saboteur.start()
-    body: Callable[[Any, random.Random], None] = {"channels": _channels, "groups": _groups, "tampered": _tampered}.get(
-        trial.workload, _calls
-    )
+    body: Callable[[Any, random.Random], None] = {
+        "channels": _channels,
+        "groups": _groups,
+        "tampered": _tampered,
+        "statements": live,
+    }.get(trial.workload, _calls)
     body(scene, random.Random(1000 * trial.number + rank))
     saboteur.join()
     _left_over(diary, before, place)

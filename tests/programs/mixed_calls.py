@@ -392,8 +392,8 @@ class _Here(threading.local):
 class Alone:
     """``rdmarpc`` without a group."""
 
-    def __init__(self) -> None:
-        self.here = _Here()
+    def __init__(self, me: str = "worker0") -> None:
+        self.me, self.here = me, _Here()
         self.dtype = torch.float32
         self._contexts: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
         self.autograd = types.SimpleNamespace(context=self._context, backward=self._backward, get_gradients=self._contexts.get)
@@ -473,7 +473,7 @@ class Alone:
     def _at(self, worker: str) -> Iterator[None]:
         """With the modes of a worker."""
         kept = torch.get_default_dtype(), self.here.worker
-        torch.set_default_dtype(self.dtype if worker == "worker0" else torch.float32)
+        torch.set_default_dtype(self.dtype if worker == self.me else torch.float32)
         self.here.worker = worker
         try:
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -240,6 +241,16 @@ def test_what_is_called_in_the_midst_of_work(of, works):
     exec(compile("def hook(): look()", str(Path(of.__file__).parent / "hooks.py"), "exec"), look)
     exec("def work(): hook()\nwork()", {"__name__": "rdmarpc.calls.made_up", "hook": look["hook"]})
     assert seen == [works]
+
+
+def test_a_finalizer_of_the_users_code_is_the_midst_of_work():
+    """Python prints what is raised there, and drops it: Ctrl-C would be lost."""
+    seen, value, call = [], nn.Identity(), weakref.finalize.__call__.__code__
+    weakref.finalize(value, int)
+    sys.setprofile(lambda frame, *_: seen.append(kept_handlers._at_work(frame)) if frame.f_code is call else None)
+    del value
+    sys.setprofile(None)
+    assert seen and all(seen)
 
 
 def test_a_timer_that_samples_the_program_changes_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -213,6 +214,30 @@ def closed() -> None:
         other.close()
         wrap(other, {"2": "worker2"})
     assert_same(*(step(each, o, x, y) for each, o in zip((other, twin), optimizers[2:])))
+
+
+def brings_no_gradient() -> None:
+    """No descriptor is left, say, where a gradient is to come home."""
+    net = nn.Linear(2, 2, bias=False)
+    model = rpc.wrap(net, {"": "worker1"})
+    model(torch.ones(1, 2)).sum().backward()
+    wrapping = sys.modules["rdmarpc.places.wrap"]
+    real, wrapping.at_place = wrapping.at_place, refuses
+    try:
+        model.close()
+    finally:
+        wrapping.at_place = real
+    assert net.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    torch.optim.SGD([net.weight], lr=1.0).step()
+    forget()
+
+
+def refuses(*_: Any) -> None:
+    raise rpc.RdmaError("no descriptor is left")
+
+
+def test_a_gradient_that_cannot_come_home_is_not_dropped(drive):
+    drive(brings_no_gradient)
 
 
 def test_closing(drive):
