@@ -205,7 +205,7 @@ def when_a_child_ends(tell: Callable[[], object]) -> None:
     exception then, and not later, as it ends there. In any other process nothing happens."""
     if multiprocessing.parent_process() is None:
         return
-    if sys.version_info >= (3, 14):  # finalizers run when the exception has been dealt with, and is not to be seen any more
+    if sys.version_info >= (3, 13):  # finalizers run when the exception has been dealt with, and is not to be seen any more
         for name in ("print_exc", "format_exc"):
             setattr(traceback, name, _telling(inspect.unwrap(getattr(traceback, name)), tell))
     util.Finalize(None, tell, exitpriority=0)
