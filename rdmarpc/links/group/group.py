@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,26 +98,21 @@ class Registry:
 
     def _load(self) -> tuple[str, int, list[tuple[Record, str]]]:
         """The document's text, how many workers have joined so far, and the records with their proofs."""
-        with self._asking() as store:
-            if not store.check(["members"]):
-                return "", 0, []
-            text = bytes(store.get("members")).decode()
-        joins, there = json.loads(text)
+        text = self._ask("", "")
+        joins, there = json.loads(text or "[0, []]")
         return text, joins, [Record.load(entry) for entry in there]
 
     def _swap(self, old: str, joins: int, records: list[Record]) -> bool:
         new = json.dumps([joins, [record.dump(self._key) for record in records]])
-        with self._asking() as store:
-            return bytes(store.compare_set("members", old, new)).decode() == new
+        return self._ask(old, new) == new
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[dist.Store]:
-        """The store, which is asked no more once it has failed: that of a host that stands still takes seconds each time, and
-        what it says late would be taken for the next answer."""
+    def _ask(self, old: str, new: str) -> str:
+        """The document, which is ``new`` now if it was ``old``. A store that has failed is asked no more: one whose host stands
+        still takes seconds each time, and what it says late would be taken for the next answer."""
         if self._ended:
             raise dist.DistError(self._ended)
         try:
-            yield self._store
+            return bytes(self._store.compare_set("members", old, new)).decode()
         except dist.DistError as error:
             self._ended = str(error)
             raise
