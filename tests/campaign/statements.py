@@ -133,7 +133,7 @@ def _run(scene: Scene, program: Program) -> None:
     if found is None:
         return
     if watch.deviates:
-        verdict = judge._worst(program.alone.seen, found.seen)
+        verdict = judge.worst_of(program.alone.seen, found.seen)
         wrong = verdict.kind == "WRONG" and "kept" not in verdict.detail
     else:
         verdict = judge.compared(program.alone, found)
