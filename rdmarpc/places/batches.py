@@ -134,11 +134,8 @@ class _Pieces:
     def loss(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor], at: int) -> torch.Tensor:
         """The weighted loss of a micro-batch."""
         args, kwargs = tree_unflatten([column[at] for column in self._columns], self._tree)
-        output = model(*args, **kwargs)
-        if self._has_target:
-            loss = loss_fn(output, tree_unflatten([column[at] for column in self._targets], self._target_tree))
-        else:
-            loss = loss_fn(output)
+        target = [tree_unflatten([column[at] for column in self._targets], self._target_tree)] if self._has_target else []
+        loss = loss_fn(model(*args, **kwargs), *target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise ValueError(f"loss_fn must give a tensor of one element, it gave {found}")

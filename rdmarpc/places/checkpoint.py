@@ -26,7 +26,7 @@ from .stream import Stream
 from .tensor import bring_home, make_empty, place_of
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _RNG = "rng"
 _swapping = threading.Lock()
@@ -104,6 +104,17 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     _remember(state, place)
 
 
+def check_models(state: Mapping[str, Any], folder: str) -> None:
+    """Raises ``RuntimeError`` for what models have and the checkpoint has not, ``ValueError`` for tensors of other sizes."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+    from .owners import Reader
+
+    models = {key: value.state_dict() for key, value in state.items() if isinstance(value, nn.Module)}
+    create_default_local_load_plan(flatten_state_dict(models)[0], Reader(folder).read_metadata())
+
+
 @contextmanager
 def _alone() -> Iterator[None]:
     """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, and a file that cannot be
@@ -157,19 +168,14 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
             return value.state_dict()
         plain = {key: bring_home(value)}
         return (_completed(plain, paths, metadata) if isinstance(value, (dict, list)) else plain)[key]
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
         raise ValueError(f"optimizer {key!r} has fewer groups than in the checkpoint")
     places = {names[id(parameter)]: place_of(parameter) for parameter in _parameters(value)}
     found: dict[str, dict[str, Any]] = {}
     for name, path in paths.items():
         if len(path) == 4 and path[1] == "state" and path[2] in places:
-            stored = metadata.state_dict_metadata[name]
-            room = None
-            if isinstance(stored, TensorStorageMetadata):
-                room = _empty(stored, None if path[3] == "step" else places[path[2]])  # torch counts steps here
-            found.setdefault(path[2], {})[path[3]] = room
+            place = None if path[3] == "step" else places[path[2]]  # torch counts steps here
+            found.setdefault(path[2], {})[path[3]] = _empty(metadata.state_dict_metadata[name], place)
     options = {name: path for name, path in paths.items() if path[1] == "param_groups"}
     kept = {path[2:4] for path in options.values()}
     groups = [  # without what a schedule has added since: as in torch, they are those of the checkpoint then
@@ -183,18 +189,20 @@ def _completed(room: dict[str, Any], paths: Mapping[str, Any], metadata: Metadat
     """With room for all that the checkpoint has at ``paths``: DCP loads what it is asked for, and says nothing of the rest."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     there = flatten_state_dict(room)[0]
     for name, path in paths.items():
         if name not in there:
-            stored = metadata.state_dict_metadata[name]
-            set_element(room, path, _empty(stored, None) if isinstance(stored, TensorStorageMetadata) else None)
+            set_element(room, path, _empty(metadata.state_dict_metadata[name], None))
     return room
 
 
-def _empty(stored: TensorStorageMetadata, place: Stream | None) -> torch.Tensor:
-    """Room for a tensor of a checkpoint, at a place."""
+def _empty(stored: Any, place: Stream | None) -> torch.Tensor | None:
+    """Room for what a checkpoint has stored, which is a tensor at a place, or anything else."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
     like = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu" if place is None else "meta")
     return like if place is None else make_empty(place, tuple(like.shape), like.stride(), like.dtype)
 

@@ -70,10 +70,8 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         pieces = list(enumerate(_pieces(items, [planner.resolve_data(item) for item in items]), 1))
-        written: list[WriteResult] = []
         with ThreadPoolExecutor(max(1, len({piece[0] for _, piece in pieces}))) as pool:
-            for found in pool.map(self._write_at, pieces):
-                written += found
+            written = [result for found in pool.map(self._write_at, pieces) for result in found]
         there = {result.index for result in written}
         left = replace(plan, items=[item for item in plan.items if item.index not in there])
         found = super().write_data(left, _planner(resolve_data=lambda item: _here(planner.resolve_data(item)))).wait()

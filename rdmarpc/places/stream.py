@@ -377,8 +377,8 @@ class Stream:
         kind, value = self._asked(words, at)
         if kind == "ok":
             return value
-        error, position = load_error(value)
-        raise self._reset_all(error, position) if kind == "late" else error
+        # No variable has the error, so that what its frames hold is free with it.
+        raise self._reset_all(*load_error(value)) if kind == "late" else load_error(value)[0]
 
     def _asked(self, words: list[int], at: int) -> tuple[str, Any]:
         with self.lock:

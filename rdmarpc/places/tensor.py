@@ -35,7 +35,7 @@ from ..base import here
 from ..transport import NotSupported
 from . import observing, ring
 from .flags import inside, precisions, run_plain
-from .geometry import Geometry, geometry
+from .geometry import Geometry, geometry, room
 from .geometry import view as view_of
 from .names import DEVICE, place_named
 from .operators import RESIZED, Operator, aten, operator
@@ -267,7 +267,13 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         found = at_place(tensor, None)
-        return found.clone() if found.layout is _STRIDED else found  # the copy may be used again for other reads
+        if found.layout is not _STRIDED:
+            return found
+        made = found.clone()  # the copy may be used again for other reads
+        shift = room(shape := geometry(made), found.data_ptr())[1] // shape.dtype.itemsize
+        if shift == 0:
+            return made
+        return made.new_zeros(shift + shape.span).as_strided(shape.shape, shape.strides, shift).copy_(made).data
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -415,14 +421,13 @@ def _moved(tensor: RemoteTensor, place: Stream | None) -> torch.Tensor:
 
 def _rebuilt(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A sparse tensor, made again of its moved parts."""
-    if tensor.layout is torch.sparse_coo:
-        parts = aten._indices.default(tensor), aten._values.default(tensor)
-        indices, values = (move(part) for part in parts)
-        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
-            tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
-            layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
-        )  # fmt: skip
-    raise _no_layout(tensor.layout)
+    if tensor.layout is not torch.sparse_coo:
+        raise _no_layout(tensor.layout)
+    indices, values = move(aten._indices.default(tensor)), move(aten._values.default(tensor))
+    return aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        tensor.sparse_dim(), tensor.dense_dim(), list(tensor.shape), indices, values, dtype=tensor.dtype,
+        layout=torch.sparse_coo, device=_CPU, is_coalesced=aten.is_coalesced.default(tensor),
+    )  # fmt: skip
 
 
 class StaysHere(NotSupported):
@@ -1042,8 +1047,7 @@ def _to(tensor: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> A
     moved = at_place(tensor, place_named(device))
     moved = moved.clone() if moved is tensor or type(tensor) is RemoteTensor else moved
     rest = {name: value for name, value in kwargs.items() if name != "device"}
-    wanted = kwargs.get("dtype")
-    if (wanted is not None and wanted is not tensor.dtype) or kwargs.get("memory_format") is not None:
+    if (kwargs.get("dtype") or tensor.dtype) is not tensor.dtype or kwargs.get("memory_format") is not None:
         return aten._to_copy.default(moved, **rest)
     return moved
 

@@ -18,7 +18,7 @@ from ..calls import agent as _agent
 from ..graph import Transfers
 from ..transport import NotSupported, RdmaError
 from .batches import checked, forward_backward
-from .checkpoint import load_checkpoint
+from .checkpoint import check_models, load_checkpoint
 from .geometry import geometry
 from .placement import Where, home, resolve
 from .recording import FirstSteps, unseen
@@ -179,7 +179,8 @@ class WrappedModel(Extension):
         """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
         models (without gradients), optimizers and generators, so that training goes on as after that checkpoint. Returns the
         state of that call, with its plain data as they were saved. ``ValueError`` for workers that are not in the group or
-        have no part, ``NotSupported`` where there was no checkpoint."""
+        have no part, ``NotSupported`` where there was no checkpoint, ``RuntimeError`` where it lacks what a model has now:
+        before anything has moved."""
         placed, agent = self._placement, _agent.current()
         if placed.saved is None:
             why = "there is no checkpoint of this model"
@@ -192,6 +193,8 @@ class WrappedModel(Extension):
         for stream in streams():
             with suppress(RdmaError):  # what was to come from the lost worker: others still have to tell
                 stream.synchronize()
+        with suppress(RdmaError):  # hooks of ``state_dict`` may ask the lost worker
+            check_models(state, folder)
         for value in state.values():
             if isinstance(value, nn.Module):
                 value.zero_grad()  # of the step that is given up, whose other gradients are lost
@@ -258,15 +261,12 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
     columns = [tree_flatten(result)[0] for result in results]
     leaves = []
     for shards in zip(*columns):
-        if all(isinstance(each, torch.Tensor) and each.dim() > 0 for each in shards):
-            if [len(each) for each in shards] != sizes:
-                why = "its first dimension is not that of its input"
-                raise NotSupported(f"a part with replicas gave a result that is no batch: {why}")
-            leaves.append(torch.cat(shards))
-        elif any(isinstance(each, torch.Tensor) for each in shards):
-            raise NotSupported("a part with replicas gave a result that is no batch: it has no dimensions")
-        else:
+        if not any(isinstance(each, torch.Tensor) for each in shards):
             leaves.append(shards[0])
+        elif [getattr(each, "shape", ())[:1] for each in shards] == [(size,) for size in sizes]:
+            leaves.append(torch.cat(shards))
+        else:
+            raise NotSupported("a part with replicas gave a result that is no batch: its first dimension differs")
     return tree_unflatten(leaves, tree_flatten(results[0])[1])
 
 
@@ -428,10 +428,7 @@ def exchange(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
             if gradient.dtype is not tensor.dtype:  # as after ``p.data = ...`` of another dtype
                 tensor.grad_dtype = None
             tensor.grad = moved if place_of(moved) == place_of(tensor) else gradient
-        if hooks is not None:
-            tensor._backward_hooks = hooks
-        if after is not None:
-            tensor._post_accumulate_grad_hooks = after
+        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, after
     if before is not None:
         # A backward through a graph from before would add its gradient to what is no longer there. It ends in an error, as
         # after ``torch.utils.swap_tensors``.

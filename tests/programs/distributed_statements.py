@@ -181,13 +181,23 @@ def written(parameter: Any, how: int) -> None:
 
 
 def hooked(parameter: Any, fails: bool) -> None:
+    """Nothing but the gradient tells whether it ran: of a backward that fails, others may have done their part, or not."""
+
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        handle.remove()
         if fails:
             raise KeyError("a hook")
         return gradient * 2
 
     handle = parameter.local_value().register_hook(hook)
+    if fails:
+        _failing.append(handle)
+
+
+_failing: list[Any] = []
+
+
+def unhooked() -> None:
+    _failing.pop().remove()
 
 
 def both(net: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -455,9 +465,12 @@ def begins_two_contexts(session: Session) -> None:
 def fails_in_a_hook_there(session: Session) -> None:
     parameter = session.parameter
     session.rpc.rpc_sync(parameter.owner_name(), hooked, (parameter, True))
-    with session.rpc.autograd.context() as context:
-        session.rpc.autograd.backward(context, [session.loss()])
-        session.optimizer.step(context)
+    try:
+        with session.rpc.autograd.context() as context:
+            session.rpc.autograd.backward(context, [session.loss()])
+            session.optimizer.step(context)
+    finally:
+        session.rpc.rpc_sync(parameter.owner_name(), unhooked)
 
 
 @statement

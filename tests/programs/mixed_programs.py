@@ -69,6 +69,9 @@ CALLS = [
     "{T} = rpc.rpc_sync({r}.owner_name(), written, ({r}, {t}))",
 ]
 
+_APART = "{0} = (t.detach() if t.grad_fn else t for t in ({0}))".format(", ".join(TENSORS))
+"""A backward through a model that has moved since is refused, but for gradients of the time since, which it may leave."""
+
 MODELS = [
     "{T} = {m}.rpc_sync().forward({t})",
     "{T} = {m}.rpc_sync().scaled({t}, 0.9)",
@@ -90,7 +93,7 @@ MODELS = [
     "with tempfile.TemporaryDirectory() as folder:\n    rpc.save_checkpoint({'n': n0, 'o': optimizer}, folder)\n"
     "    {T} = n0({t})\n"
     "    with torch.no_grad():\n        n0.one.weight.mul_(0.5)\n    rpc.load_checkpoint({'n': n0, 'o': optimizer}, folder)",
-    "closed(n0)",
+    f"closed(n0)\n{_APART}",
     "{T} = <torch.rand_like({t})|F.dropout({t}, 0.5)|torch.randn(D, D) + {t}|torch.randperm(D) * 1.0 + {t}>",
     "{T}.register_hook(lambda g: g * <2|0.5>)",
     "{T} = torch.utils.checkpoint.checkpoint(n0, {t}, use_reentrant=False)",
@@ -102,7 +105,7 @@ MODELS = [
     "{T} = rpc.rpc_sync('{w}', same, ({t}<[::2]|[1:2]|[:, 1]|[:0]|.sum()|.half()|"
     ".to(torch.complex64)|.gt(0)|.argmax(1)>,)).contiguous().sum().real + {t}",
     "distributed.load_state_dict(distributed.state_dict())",
-    "closed(n0)\nn0 = place(n0, {'<one|two|norm|>': '{w}'})",
+    f"closed(n0)\n{_APART}\nn0 = place(n0, {{'<one|two|norm|>': '{{w}}'}})",
 ]
 
 SERVED = [

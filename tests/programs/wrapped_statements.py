@@ -123,8 +123,8 @@ class Wrapped(Trainer):
             losses.append(loss if len(pieces) == 1 else loss * (len(piece) / len(x)))
         for loss in losses:
             loss.backward()
-        if x.requires_grad:
-            x.backward(torch.cat([piece.grad for piece in pieces]))
+        if grads := [piece.grad for piece in pieces if piece.grad is not None]:
+            x.backward(torch.cat(grads))
         return sum([loss.detach() for loss in losses][1:], losses[0].detach())
 
     # Checkpoints.
@@ -333,7 +333,7 @@ def steps_in_the_backward(trainer: Wrapped) -> None:
 
 @statement
 def packs_what_is_saved(trainer: Wrapped) -> None:
-    pack = lambda x: x.detach().cpu().numpy().copy() if x.dtype in (torch.float32, torch.float64) else x  # noqa: E731
+    pack = lambda x: x.detach().cpu().resolve_neg().numpy().copy() if x.dtype in (torch.float32, torch.float64) else x  # noqa: E731
     unpack = lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = trainer.loss()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -814,14 +816,26 @@ def frees() -> None:
 
 
 def freed_at_once() -> None:
-    """Operations with tensors of several places keep none of them until Python looks for cycles."""
-    net = nn.Linear(4, 4).to(places.device(W1))
+    """Operations with tensors of several places keep none of them until Python looks for cycles; nor do errors."""
+    net, seen = nn.Linear(4, 4).to(places.device(W1)), []
+
+    def fails(step: Any) -> None:
+        x = there(torch.ones(2, 4))
+        seen.append(weakref.ref(x))
+        step(x)
+
+    at_once, late = lambda x: x @ x, lambda x: x.index_select(0, there(torch.tensor([7]))).sum().item()
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
             net(torch.ones(2, 4)).sum().backward()
         assert [each._use_count() for each in net.parameters()] == [1, 1]
+        for step in (at_once, late):
+            for _ in range(2):
+                with contextlib.suppress(RuntimeError, IndexError):
+                    fails(step)
+        assert len(seen) == 4 and all(ref() is None for ref in seen)
     finally:
         gc.enable()
 

@@ -302,6 +302,10 @@ def alignments() -> None:
         copy = at_place(part, None)
         address = part.storage_offset() * 4 % 64
         assert copy.data_ptr() % 64 == address and torch.equal(copy, home(part))
+        plain = torch.zeros(0)
+        plain.data = part
+        for own in (part.cpu(), plain):
+            assert own.data_ptr() % 64 == address and own.data_ptr() != copy.data_ptr() and torch.equal(own, copy)
         one, two = (place_named(rpc.device(name)) for name in ("worker1", "worker2"))
         crossed = at_place(part, two)
         for moved in (crossed, at_place(crossed, one), at_place(copy, two)):

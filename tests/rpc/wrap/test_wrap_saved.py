@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from beside import assert_same, home
 from checkpointed import PLACES, made, plainly, step
 from group import Meeting, die, results, run_group
+from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import places
@@ -71,6 +72,11 @@ def training(folder: str) -> None:
     for wrong in (("worker1", "worker2"), ("worker1", "worker9"), ("worker3", "worker0")):
         with pytest.raises(ValueError):
             again["model"].replace(*wrong)
+    again["model"].more = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="more"):
+        again["model"].replace("worker1", "worker3")
+    assert again["model"].first.layer.weight.place == "worker1"
+    del again["model"].more
     back = again["model"].replace("worker1", "worker3")
     assert back is again and again["step"] == 3
     assert all(p.grad is None for p in again["model"].parameters())  # those of the lost worker are lost
