@@ -170,12 +170,12 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
         return (_completed(plain, paths, metadata) if isinstance(value, (dict, list)) else plain)[key]
     if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
         raise ValueError(f"optimizer {key!r} has fewer groups than in the checkpoint")
-    places = {names[id(parameter)]: place_of(parameter) for parameter in _parameters(value)}
+    parameters = {names[id(parameter)]: parameter for parameter in _parameters(value)}
     found: dict[str, dict[str, Any]] = {}
     for name, path in paths.items():
-        if len(path) == 4 and path[1] == "state" and path[2] in places:
-            place = None if path[3] == "step" else places[path[2]]  # torch counts steps here
-            found.setdefault(path[2], {})[path[3]] = _empty(metadata.state_dict_metadata[name], place)
+        if len(path) == 4 and path[1] == "state" and (parameter := parameters.get(path[2])) is not None:
+            place = None if path[3] == "step" else place_of(parameter)  # torch counts steps here
+            found.setdefault(path[2], {})[path[3]] = _empty(metadata.state_dict_metadata[name], place, parameter)
     options = {name: path for name, path in paths.items() if path[1] == "param_groups"}
     kept = {path[2:4] for path in options.values()}
     groups = [  # without what a schedule has added since: as in torch, they are those of the checkpoint then
@@ -197,13 +197,16 @@ def _completed(room: dict[str, Any], paths: Mapping[str, Any], metadata: Metadat
     return room
 
 
-def _empty(stored: Any, place: Stream | None) -> torch.Tensor | None:
-    """Room for what a checkpoint has stored, which is a tensor at a place, or anything else."""
+def _empty(stored: Any, place: Stream | None, parameter: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Room for what a checkpoint has stored, which is a tensor at a place, or anything else. What is of a parameter's shape has
+    its strides: fused optimizers take them for equal."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not isinstance(stored, TensorStorageMetadata):
         return None
     like = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu" if place is None else "meta")
+    if parameter is not None and parameter.shape == like.shape:
+        like = torch.empty_strided(like.shape, parameter.stride(), dtype=like.dtype, device=like.device)
     return like if place is None else make_empty(place, tuple(like.shape), like.stride(), like.dtype)
 
 

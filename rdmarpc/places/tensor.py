@@ -267,19 +267,22 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         found = at_place(tensor, None)
-        if found.layout is not _STRIDED:
-            return found
-        made = found.clone()  # the copy may be used again for other reads
-        shift = room(shape := geometry(made), found.data_ptr())[1] // shape.dtype.itemsize
-        if shift == 0:
-            return made
-        return made.new_zeros(shift + shape.span).as_strided(shape.shape, shape.strides, shift).copy_(made).data
+        return _own(found) if found.layout is _STRIDED else found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
     jvp = forward
+
+
+def _own(found: torch.Tensor) -> torch.Tensor:
+    """Of a copy here that may be used again for other reads: a copy at the same address modulo 64."""
+    made = found.clone()
+    shift = room(shape := geometry(made), found.data_ptr())[1] // shape.dtype.itemsize
+    if shift == 0:
+        return made
+    return made.new_zeros(shift + shape.span).as_strided(shape.shape, shape.strides, shift).copy_(made).data
 
 
 def _bytes_of(storage: Storage) -> RemoteTensor:
@@ -304,8 +307,9 @@ def brought(tensor: RemoteTensor, storages: dict[int, torch.Tensor]) -> torch.Te
         return at_place(tensor.detach(), None).clone()
     handle = tensor._handle
     if handle.name not in storages:
-        storages[handle.name] = at_place(_bytes_of(handle), None).clone()
-    return view_of(storages[handle.name], tensor._meta.geometry, tensor._offset).data
+        storages[handle.name] = _own(at_place(_bytes_of(handle), None))
+    whole = storages[handle.name]
+    return view_of(whole, tensor._meta.geometry, tensor._offset + int(whole.storage_offset()) // tensor.dtype.itemsize).data
 
 
 def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:

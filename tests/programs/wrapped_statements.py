@@ -71,6 +71,7 @@ class Wrapped(Trainer):
         self.placed = hasattr(net, "placement_table")
         self.rows = 4
         self.saved: Any = None
+        self.copied = False
         if not self.placed:
             self._split(placement)
 
@@ -94,10 +95,10 @@ class Wrapped(Trainer):
             self._split(placement)
 
     def goes_home(self) -> None:
-        if not self.placed:
-            self._split({})
-        elif self.wrapped:
+        if self.wrapped:
             self.net.close()
+        elif not self.placed and not self.copied:
+            self._split({})
 
     @property
     def wrapped(self) -> bool:
@@ -105,9 +106,12 @@ class Wrapped(Trainer):
         return hasattr(self.net, "placement_table")
 
     def _split(self, placement: dict[str, Any]) -> None:
-        for part in self.net.modules():
-            if isinstance(part.__dict__.get("forward"), Shards):
+        """A copy that is placed keeps the replicas of what has no new place."""
+        for name, part in self.net.named_modules():
+            anew = not self.copied or any(path in ("", name) or name.startswith(f"{path}.") for path in placement)
+            if anew and isinstance(part.__dict__.get("forward"), Shards):
                 del part.__dict__["forward"]
+        self.copied = False
         for path, where in placement.items():
             if isinstance(where, list):
                 part = self.net.get_submodule(path)
@@ -631,17 +635,14 @@ def replaces_a_worker(trainer: Wrapped) -> Any:
 def goes_on_with_a_copy(trainer: Wrapped) -> None:
     """And a new optimizer: the old one has parameters of the old model."""
     old = trainer.net
-    trainer.net = copy.deepcopy(trainer.net)
+    trainer.net, trainer.copied = copy.deepcopy(trainer.net), True
     trainer.hooks.clear()
     for key in ("schedule", "loss", "otherwise", "plateau"):
         trainer.kept.pop(key, None)
     trainer.optimizer = torch.optim.SGD(trainer.net.parameters(), lr=0.05, momentum=0.9)
-    if trainer.placed and trainer.share < 0.7:
-        trainer.net = rpc.wrap(
-            trainer.net, {k: v for k, v in placement_of(trainer.net, trainer.seed).items() if not isinstance(v, list)}
-        )
-    if not trainer.placed and trainer.share < 0.7:
-        trainer._split({})
+    if trainer.share < 0.7:
+        placement = placement_of(trainer.net, trainer.seed).items()
+        trainer.places({path: where for path, where in placement if not isinstance(where, list)})
     del old
 
 

@@ -297,6 +297,10 @@ def alignments() -> None:
             ).backward()
             grads.append(z.grad)
         assert torch.equal(*map(home, grads))
+    net = nn.Linear(3, 3)
+    net.bias.data = torch.arange(20.0)[5:8]
+    rpc.wrap(net, {"": "worker1"}).close()
+    assert net.bias.data_ptr() % 64 == 20 and net.bias.tolist() == [5, 6, 7]
     there = torch.arange(20000.0).to(rpc.device("worker1"))
     for part in (there, there[3:5], there[5:], there[7::3]):
         copy = at_place(part, None)

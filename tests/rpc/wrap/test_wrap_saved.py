@@ -61,6 +61,14 @@ def training(folder: str) -> None:
     torch.optim.lr_scheduler.StepLR(unscheduled["optimizer"], 2)
     rpc.load_checkpoint(unscheduled, str(Path(folder) / "unscheduled"))
     assert "initial_lr" not in unscheduled["optimizer"].param_groups[0]  # as after torch's ``load_state_dict``
+    last = rpc.wrap(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), {"": "worker2"})
+    strided = {"model": last, "optimizer": torch.optim.Adam(last.parameters(), fused=True)}
+    last(torch.randn(1, 2, 4, 4)).sum().backward()
+    strided["optimizer"].step()
+    rpc.save_checkpoint(strided, str(Path(folder) / "strided"))
+    rpc.load_checkpoint(strided, str(Path(folder) / "strided"))
+    assert strided["optimizer"].state[last.weight]["exp_avg"].stride() == last.weight.stride() == (18, 1, 6, 2)
+    last.close()
     rpc.load_checkpoint(again, place)
     rpc.wrap(again["model"], PLACES)  # it has its checkpoint still
     assert again["step"] == 3
