@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from . import notes
 
@@ -14,7 +15,9 @@ def init_method(rank: int, job: dict[str, Any], name: str = "store") -> str:
     process of it keeps (``Hosts.turn``): a store in a file needs locks, which seldom hold between hosts."""
     if "store" not in job:
         return f"file://{Path(job['meeting_place']) / name}"
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch and rdmarpc: rank 0 too is a client of the store
+    # For torch and rdmarpc: rank 0, too, is a client of the store.
+    url = urlparse(job["store"])
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": str(url.hostname), "MASTER_PORT": str(url.port)}
     return job["store"]
 
 

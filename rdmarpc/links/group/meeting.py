@@ -32,7 +32,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
-from urllib.parse import urlparse
+from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
 
@@ -305,13 +305,17 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> 
         world_size = _number("WORLD_SIZE", -1) if world_size == -1 else world_size
     if url.scheme not in ("env", "tcp") or not host or not port or rank < 0 or world_size < 1:
         return next(dist.rendezvous(method, rank, world_size, timeout=limit))
-    launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # torchrun hosts a store at its own address alone (as torch has it from 2.15 on).
+    own = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (host, str(port))
     whose = "torchrun" if launcher else "rank 0"
     if rank or launcher:
         _dial(host, port, limit.total_seconds(), whose)
-    query = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1")))
+    libuv = dict(parse_qsl(url.query)).get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     try:
-        store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
+        store = dist.TCPStore(
+            host, port, None, not (rank or launcher), limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
+        )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise

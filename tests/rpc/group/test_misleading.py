@@ -60,6 +60,16 @@ def test_a_variable_of_the_launcher_that_makes_no_sense_is_named(monkeypatch, va
         rpc.init_rpc("worker0", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=1))
 
 
+def calls_another(rank):
+    assert rpc.rpc_sync(f"worker{1 - rank}", abs, (-1,)) == 1
+    rpc.shutdown()
+
+
+def test_torchrun_hosts_no_store_but_at_its_own_address():
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    results(run_group(calls_another, environment=environment, init_method=f"tcp://127.0.0.1:{free_port()}"))
+
+
 def calls(meeting, hidden=(), forbidden=(), device=""):
     for path in hidden:
         sandbox.hide(path)
