@@ -188,10 +188,12 @@ class Calls:
         serving = self.message.serving
         if serving is not None and serving.key == (request.link.rank, request.call):
             serving.returned = serving.returned or begin
+        short: dict[str, int] = {}
+        error = ""
         if isinstance(answer, BaseException):
-            error, short = type(answer).__name__, dict[str, int]()
+            error = type(answer).__name__
         else:
-            error, short = "", _short(answer[0][1] if request.frame.kind == GRADIENTS else answer)
+            short = _short(answer[0][1] if request.frame.kind == GRADIENTS else answer)
         reply(request, answer)
         if error and request.rref is not None:
             return  # it has replied without one

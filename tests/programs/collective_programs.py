@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import judge
 from drawn_programs import drawn
 
 SHAPES = ["()", "(1,)", "(7,)", "(0,)", "(3, 0)", "(4, 6)", "(2, 3, 4)", "(6000,)", "(150, 300)", "(300_001,)"]
@@ -1034,9 +1035,5 @@ def _in(lines: list[str]) -> list[str]:
 
 def smaller(made: Recipe) -> Iterator[Recipe]:
     """The same with one thing less."""
-    half = len(made.body) // 2
-    if half > 1:
-        yield replace(made, body=made.body[:half])
-        yield replace(made, body=made.body[half:])
-    for n in range(len(made.body)):
-        yield replace(made, body=made.body[:n] + made.body[n + 1 :])
+    for body in judge.less(made.body):
+        yield replace(made, body=body)

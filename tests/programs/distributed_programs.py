@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distributed_statements import COMMON, STATEMENTS, WORKERS
 from served_nets import NETS
-from served_programs import OPTIMIZERS, Line, smaller
+from served_programs import OPTIMIZERS, Line, drawn_line, smaller
 
 __all__ = ["recipe", "smaller", "source"]
 
@@ -27,10 +27,7 @@ def recipe(seed: int) -> Recipe:
     nets = tuple((dice.choice(owners), net, dice.randrange(1000)) for _ in range(dice.randint(1, 2)))
     if net != "in_double" and dice.random() < 0.3:
         nets += ((dice.choice(owners), "Relay", dice.randrange(1000)),)
-    lines = tuple(
-        Line(dice.choice(COMMON if dice.random() < 0.3 else list(STATEMENTS)), dice.randrange(10**6), round(dice.random(), 3))
-        for _ in range(dice.randint(4, 14))
-    )
+    lines = tuple(drawn_line(dice, COMMON, 0.3, list(STATEMENTS)) for _ in range(dice.randint(4, 14)))
     return Recipe(seed, nets, dice.choice(OPTIMIZERS), lines)
 
 

@@ -12,7 +12,7 @@ import mixed_calls
 import served_nets
 import torch
 import torch.nn.functional as F
-from mixed_calls import attempts, forwarded, gradients_of, parameters_of, state_of
+from mixed_calls import Doing, forwarded, gradients_of, parameters_of, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,11 +27,12 @@ def statement(function: Statement) -> Statement:
     return function
 
 
-class Session:
+class Session(Doing):
     """Models at workers and one here, which share an optimizer."""
 
     def __init__(self, keep: Any, nets: list[tuple[str, str, int]], kind: Any, options: dict[str, Any]) -> None:
-        self.rpc, self.keep = mixed_calls.rpc, keep
+        super().__init__(keep)
+        self.rpc = mixed_calls.rpc
         self.here = built(nets[0][1], 99)
         self.nets, self.references = [], [[self.rpc.RRef(p) for p in self.here.parameters()]]
         for owner, name, seed in nets:
@@ -42,16 +43,6 @@ class Session:
         every = [rref for each in self.references for rref in each]
         self.optimizer = self.rpc.optim.DistributedOptimizer(kind, every, **options)
         self.dtype = next(self.here.parameters()).dtype
-        self.kept: dict[str, Any] = {}
-        self.seed, self.share = 0, 0.0
-        self._attempt, self._number = attempts(keep), 0
-
-    def does(self, statement: Statement, seed: int, share: float) -> None:
-        """What it raises is kept, too."""
-        self.seed, self.share = seed, share
-        self._number += 1
-        with self._attempt(self._number):
-            self.keep(statement.__name__, statement(self))
 
     def ends(self) -> None:
         self.keep("optimizer", self.optimizer.state_dict()["state"])

@@ -271,3 +271,13 @@ def shrunk(made: Recipe, smaller: Callable[[Recipe], Iterator[Recipe]], fails: C
     while less := next((less for less in smaller(made) if fails(less)), None):
         made = less
     return made
+
+
+def less(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Either half of them, and all but one."""
+    half = len(parts) // 2
+    if half > 1:
+        yield parts[:half]
+        yield parts[half:]
+    for n in range(len(parts)):
+        yield parts[:n] + parts[n + 1 :]

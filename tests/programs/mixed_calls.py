@@ -224,6 +224,23 @@ def attempts(keep: Callable[[str, Any], None]) -> Callable[[int], Any]:
     return attempt
 
 
+class Doing:
+    """What statements are done with, and what their user keeps from one to another."""
+
+    def __init__(self, keep: Callable[[str, Any], None]) -> None:
+        self.keep = keep
+        self.kept: dict[str, Any] = {}
+        self.seed, self.share = 0, 0.0
+        self._attempt, self._number = attempts(keep), 0
+
+    def does(self, statement: Callable[[Any], Any], seed: int, share: float) -> None:
+        """What it raises is kept, too."""
+        self.seed, self.share = seed, share
+        self._number += 1
+        with self._attempt(self._number):
+            self.keep(statement.__name__, statement(self))
+
+
 def _plain(error: Exception) -> Exception:
     """Without its text, of its first class that is Python's own. What is refused by name stays what it is."""
     kinds = [kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import judge
 from served_nets import NETS
 from served_statements import COMMON, STATEMENTS
 
@@ -64,12 +65,13 @@ def recipe(seed: int) -> Recipe:
     net, optimizer = dice.choice(NETS), dice.choice(OPTIMIZERS)
     placement, staging = dice.choice(["round_robin", "balanced"]), dice.choice(["traced", "always"])
     names = [name for name in STATEMENTS if not any(word in optimizer for word in EXCLUDES.get(name, ()))]
-    lines = tuple(_line(dice, names) for _ in range(dice.randint(6, 22)))
+    lines = tuple(drawn_line(dice, COMMON, 0.35, names) for _ in range(dice.randint(6, 22)))
     return Recipe(seed, net, optimizer, placement, staging, lines)
 
 
-def _line(dice: random.Random, names: list[str]) -> Line:
-    name = dice.choice(COMMON if dice.random() < 0.35 else names)
+def drawn_line(dice: random.Random, common: list[str], share: float, names: list[str]) -> Line:
+    """``share``: how often it is one of the common ones."""
+    name = dice.choice(common if dice.random() < share else names)
     return Line(name, dice.randrange(10**6), round(dice.random(), 3))
 
 
@@ -101,9 +103,5 @@ def text(made: Recipe, servers: list[str], trainer: str) -> str:
 
 def smaller(made: Recipe) -> Iterator[Recipe]:
     """The same with less lines."""
-    half = len(made.lines) // 2
-    if half > 1:
-        yield replace(made, lines=made.lines[:half])
-        yield replace(made, lines=made.lines[half:])
-    for number in range(len(made.lines)):
-        yield replace(made, lines=made.lines[:number] + made.lines[number + 1 :])
+    for lines in judge.less(made.lines):
+        yield replace(made, lines=lines)

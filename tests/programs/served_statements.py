@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mixed_calls import attempts
+from mixed_calls import Doing
 from torch import nn
 
 Statement = Callable[["Trainer"], Any]
@@ -27,22 +27,13 @@ def statement(function: Statement) -> Statement:
     return function
 
 
-class Trainer:
+class Trainer(Doing):
     """A model and its optimizer, served or not, and what their user keeps from one statement to another."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, keep: Callable[[str, Any], None]) -> None:
-        self.net, self.optimizer, self.keep = net, optimizer, keep
-        self.kept: dict[str, Any] = {}
+        super().__init__(keep)
+        self.net, self.optimizer = net, optimizer
         self.hooks: list[Any] = []
-        self.seed, self.share = 0, 0.0
-        self._attempt, self._number = attempts(keep), 0
-
-    def does(self, statement: Statement, seed: int, share: float) -> None:
-        """What it raises is kept, too."""
-        self.seed, self.share = seed, share
-        self._number += 1
-        with self._attempt(self._number):
-            self.keep(statement.__name__, statement(self))
 
     def ends(self) -> None:
         self.keep("optimizer", state_of(self.optimizer))

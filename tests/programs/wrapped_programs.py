@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from served_programs import EXCLUDES, OPTIMIZERS, Line, smaller
+from served_programs import EXCLUDES, OPTIMIZERS, Line, drawn_line, smaller
 from wrapped_nets import NETS
 from wrapped_statements import COMMON, STATEMENTS
 
@@ -32,10 +32,7 @@ def recipe(seed: int) -> Recipe:
     net, optimizer, early = dice.choice(NETS), dice.choice(OPTIMIZERS), dice.random() < 0.3
     beside = f"{net} {optimizer}"
     names = [name for name in STATEMENTS if not any(word in beside for word in EXCLUDED.get(name, ()))]
-    lines = tuple(
-        Line(dice.choice(COMMON if dice.random() < 0.35 else names), dice.randrange(10**6), round(dice.random(), 3))
-        for _ in range(dice.randint(5, 16))
-    )
+    lines = tuple(drawn_line(dice, COMMON, 0.35, names) for _ in range(dice.randint(5, 16)))
     return Recipe(seed, net, optimizer, early, lines)
 
 
