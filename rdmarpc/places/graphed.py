@@ -468,7 +468,7 @@ class Program:
             part.put(ring.OPERATION, [event.signature, ("made", event.first) if event.first >= 0 else 0, *operands])
             part.operations += 1
         elif isinstance(event, Crossed):
-            where: list[Word] = [event.meta.number, ("region", event.made), ("offset", event.made), ("shift", event.made)]
+            where: list[Word] = [event.meta.name, ("region", event.made), ("offset", event.made), ("shift", event.made)]
             self._parts[event.source].put(ring.SEND, [*self._ref(event.ref), *where])
             self._parts[event.stream].put(ring.LAND, [("made", event.made), *where])
             self._crossings.append(event)

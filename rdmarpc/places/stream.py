@@ -1,8 +1,8 @@
 """The caller's end of a command stream: what is posted to one device of one worker, in order, and the answers.
 
 Nothing waits but questions, which a lock keeps in the order of the posts. What a question is about has been run when
-its answer comes. Names of tensors are drawn from one count for all streams and are never used twice. A tensor's name is
-freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
+its answer comes. Names of tensors, geometries and programs are drawn from one count for all streams and are never used
+twice. A name is freed by a finaliser, which must not post: it leaves the name in ``dead``, and the next post takes it along.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from types import CodeType, FrameType
@@ -45,7 +46,7 @@ INLINE_BYTES = 512
 ANSWERED_BYTES = 32 << 10
 _REGION_BYTES = 8 << 20
 names = itertools.count(1)
-"""Names of tensors, shifted by 20 bits: each post takes one and has room for that many results."""
+"""Names at workers, shifted by 20 bits: each post takes one and has room for that many results."""
 _LOCK_S = 0.2
 _FEW, _SMALL = 16, 1 << 14
 """So many dead tensors of so many bytes wait for each other before the worker is told."""
@@ -62,18 +63,25 @@ def _is_torchs(code: CodeType) -> bool:
 
 
 class Meta:
-    """A geometry, made once for all tensors that have it: compared by identity. ``number`` names it to workers."""
+    """A geometry, made once for all tensors that have it: compared by identity. ``name`` is that at workers, freed there when
+    the last of these tensors, and of the forms of calls that have it, has died. ``told``: ``dead`` of the streams that know
+    it."""
 
-    __slots__ = ("dtype", "geometry", "number", "plain", "shape", "strided", "strides")
+    __slots__ = ("__weakref__", "dtype", "geometry", "name", "plain", "shape", "strided", "strides", "told")
 
-    def __init__(self, geometry: Geometry, number: int) -> None:
-        self.geometry, self.number = geometry, number
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry, self.name = geometry, next(names) << 20
+        self.told: list[deque[Any]] = []
         self.shape, self.strides, self.dtype = geometry.shape, geometry.strides, geometry.dtype
         self.strided = geometry.layout is torch.strided
         self.plain = self.strided and not geometry.conj and not geometry.neg
 
+    def __del__(self) -> None:
+        for dead in self.told:
+            dead.append(self.name)
 
-_metas: dict[Geometry, Meta] = {}
+
+_metas: weakref.WeakValueDictionary[Geometry, Meta] = weakref.WeakValueDictionary()
 
 
 def meta_of(geometry: Geometry) -> Meta:
@@ -82,7 +90,7 @@ def meta_of(geometry: Geometry) -> Meta:
         return found
     if torch._C._is_tracing():  # sizes are traced tensors then, which workers would be told
         raise NotSupported("torch.jit.trace cannot follow this operation at a worker", hint="trace a copy that lies here")
-    return _metas.setdefault(geometry, Meta(geometry, len(_metas)))
+    return _metas.setdefault(geometry, Meta(geometry))
 
 
 class Mirror:
@@ -207,7 +215,7 @@ class Stream:
         self.key = uuid.uuid4().hex
         self.lock = threading.RLock()
         self.dead: deque[int | list[int] | tuple[int, tuple[Region, int, int]]] = deque()
-        """Names that have died, with their places; messages that are owed (``owe``)."""
+        """Names that have died, of tensors with their places; messages that are owed (``owe``)."""
         self.known: dict[tuple[Any, ...], Known] = {}
         """By the forms of calls."""
         self.numbers = itertools.count(1)
@@ -216,7 +224,6 @@ class Stream:
         self.closed: BaseException | None = None
         self.operations = 0
         self._counts = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "moves": 0, "home": 0}
-        self._metas: set[int] = set()
         self._questions = 0
         self._waits = False
         self._regions: dict[Stream | None, list[Region]] = {}
@@ -354,10 +361,10 @@ class Stream:
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
-        if meta.number not in self._metas:
-            self.post([ring.META, meta.number, *ring.as_words(dump(meta.geometry.plain()))])
-            self._metas.add(meta.number)
-        return meta.number
+        if not any(dead is self.dead for dead in meta.told):
+            self.post([ring.META, meta.name, *ring.as_words(dump(meta.geometry.plain()))])
+            meta.told.append(self.dead)
+        return meta.name
 
     def forget_forms(self) -> None:
         """Forget the forms of calls, here and at the worker."""

@@ -854,7 +854,7 @@ def _recipes(op: Operator, tensors: list[Any], described: list[Any]) -> list[Any
         meta = meta_of(Geometry.of_plain(plain))
         if name in operands:
             operand = tensors[operands[name]]
-            if op.mutable and op.returned[index] is not None and meta is not operand._meta:
+            if op.mutable and op.returned[index] is not None and meta.geometry != operand._meta.geometry:
                 raise NotSupported(f"{op.name}: {RESIZED}")
             found.append(("operand", operands[name], meta, offset - operand._offset))
         elif name in made:

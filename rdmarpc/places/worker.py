@@ -324,9 +324,9 @@ class Runner:
             if found.writes:
                 reads, writes = [], writes + reads
         elif kind == ring.SEND:
-            reads, writes = [words[at + 1] >> 20], [-words[at + 4]]
+            reads, writes = [words[at + 1] >> 20, words[at + 3] >> 20], [-words[at + 4]]
         elif kind == ring.LAND:
-            writes = [words[at + 1] >> 20, -words[at + 3]]
+            reads, writes = [words[at + 2] >> 20], [words[at + 1] >> 20, -words[at + 3]]
             region = words[at + 3] if words[at + 3] in self.sources else None
         elif kind == ring.FREE:
             writes = [name >> 20 for name in words[at + 1 : at + (words[at] >> 8)]]
@@ -589,7 +589,8 @@ class Runner:
 
     def _free(self, words: list[int], at: int) -> None:
         for name in words[at : at + (words[at - 1] >> 8) - 1]:
-            self.values.pop(name, None)
+            if self.values.pop(name, None) is None:
+                self.metas.pop(name, None)
 
     def _meta(self, words: list[int], at: int) -> None:
         self.metas[words[at]] = Geometry.of_plain(loads(ring.as_bytes(words, at + 1)))

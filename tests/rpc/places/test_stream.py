@@ -43,13 +43,19 @@ def ever_new_shapes() -> None:
     there, before = x.to(place), tensor._FORMS
     tensor._FORMS = 20
     try:
-        for k in (each for number in range(1, 40) for each in (number, number)):  # the one too many is used again, too
+        for k in (each for number in range(1, 50) for each in (number, number)):  # the one too many is used again, too
             found = (there[:k].sum(0) + torch.full((50,), float(k), device=place)).relu()
             assert torch.equal(home(found), (x[:k].sum(0) + float(k)).relu()), k
             assert len(tensor._views) <= 20
             assert all(len(stream.known) <= 20 for stream in streams())
+            assert rpc.rpc_sync("worker1", geometries) <= 40, k
     finally:
         tensor._FORMS = before
+
+
+def geometries() -> int:
+    """Those that the streams that run here were told and not to forget."""
+    return max(len(runner.metas) for some in runners._runners.values() for runner in some.values())
 
 
 def test_forms_are_forgotten(group):
