@@ -124,7 +124,8 @@ class ListeningDevice(Device):
             if isinstance(error, TimeoutError) or hint_for(error):
                 raise
             status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
-            why = "this system forbids the connection" if error.errno in REFUSED else "nobody listens there"
+            why = "nobody listens there" if status else "there is no way there"
+            why = "this system forbids the connection" if error.errno in REFUSED else why
             raise PeerLost(f"{why}: {error}", peer=where, device=self.name, status=status) from None
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:

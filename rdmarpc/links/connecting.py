@@ -10,7 +10,18 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from ..transport import AuthenticationError, Channel, Device, PeerLost, TransferTimeout, broken_by, fresh, hint_for, kept
+from ..transport import (
+    AuthenticationError,
+    Channel,
+    Device,
+    PeerLost,
+    TransferTimeout,
+    broken_by,
+    fresh,
+    hint_for,
+    host_id,
+    kept,
+)
 from .group.group import Group
 from .group.members import Record
 from .losses import ITS_OUTPUT, Losses, lost_by
@@ -146,8 +157,9 @@ class Connections:
                 if number in self._links.by_worker:
                     return self._links.by_worker[number]
                 if isinstance(error, TransferTimeout):
-                    raise self._silent(record) from None
-                hint = error.hint or (ITS_OUTPUT if error.gone else "")
+                    raise self._silent(record, error.peer) from None
+                hints = [ITS_OUTPUT] if error.gone else []
+                hint = error.hint or "; or ".join(hints + _elsewhere(record, error.peer))
                 why = _unreachable(record, error.message, error.status, hint)
                 if not error.gone and not hint_for(error):
                     self._failed[number] = time.monotonic(), why
@@ -173,9 +185,10 @@ class Connections:
                 if error.status != "BUSY" or time.monotonic() > limit:
                     raise
 
-    def _silent(self, record: Record) -> PeerLost:
+    def _silent(self, record: Record, where: str = "") -> PeerLost:
         """Note that an attempt to connect took too long, and return its error. Call it with the lock held."""
-        silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
+        why, hint = f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "".join(_elsewhere(record, where))
+        silent = _unreachable(record, why, "SILENT", hint)
         self._failed[record.number] = time.monotonic(), silent
         return silent
 
@@ -265,6 +278,14 @@ class Connections:
         """Whether all workers that were answered with a farewell have hung up."""
         with self._lock:
             return all(channel.error is not None for channel in self._parting)
+
+
+def _elsewhere(record: Record, where: str) -> list[str]:
+    """What to look at, if a worker that cannot be reached is on another host: ``where`` it listens, others may not get to."""
+    if not where or record.host == host_id():
+        return []
+    names = "TP_SOCKET_IFNAME or transport='tcp://INTERFACE' names another interface there"
+    return [f"it is on another host, and listens at {where}: does that lead there from here? {names}"]
 
 
 def _unreachable(record: Record, reason: str, status: str = "", hint: str = "") -> PeerLost:

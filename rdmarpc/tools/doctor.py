@@ -318,13 +318,13 @@ def _listening() -> Finding:
 def ways_to_host(auto: AutoDevice, name: str) -> list[Way]:
     """As far as can be told without an address of a running worker: what that host would need."""
     try:
-        address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0]
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
         why = f"no host is called {name} here ({error.strerror or error})"
         return [Way(kind, why, _NO_HOST if kind == "tcp" else "") for kind in _WITHIN]
-    own = _source(str(address))
+    own = _source(address)
     here = {way.device: way for way in ways(auto)}
-    if own == address:
+    if own == address or ipaddress.ip_address(address).is_loopback:  # as Debian's 127.0.1.1, for the host's own name
         return [here["shm"], *(Way(kind, "it is this host", "") for kind in ("verbs", "tcp"))]
     perhaps = Way("verbs", "", f"if `rdmarpc doctor` on {name} shows a port of the same kind")
     found = [Way("shm", "it is another host"), here["verbs"] if here["verbs"].why_not else perhaps]

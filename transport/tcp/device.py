@@ -83,7 +83,11 @@ class TcpDevice(ListeningDevice):
         raise NotSupported(f"{host!r} has no address", device="tcp")
 
     def _bound(self, family: int, where: Any) -> socket.socket:
-        self._loopback = ipaddress.ip_address(where[0]).is_loopback
+        at = ipaddress.ip_address(where[0])
+        self._loopback = at.is_loopback
+        if at.version == 6 and at.is_link_local:
+            why = f"tcp on {where[0]}: to other hosts a link-local IPv6 address has a meaning on one of their cables alone"
+            raise NotSupported(why, device="tcp", hint="give the interface another address, such as fd00::1, at every worker")
         if not self.given and not self._loopback:
             why = f"tcp on {where[0]} without a secret: nobody elsewhere could know the one that is used then"
             hint = "give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1"

@@ -171,8 +171,9 @@ class Meeting:
         return len({each.host for each in self.claims})
 
     def transport(self, options: RpcBackendOptions) -> str:
-        """The ranks of one host need nothing but ``shm``."""
-        return "shm" if options.transport == "auto" and self.hosts == 1 else options.transport
+        """The ranks of one user on one host need nothing but ``shm``; between containers it may be forbidden."""
+        alike = len({(each.host, each.pids, each.user) for each in self.claims}) == 1
+        return "shm" if options.transport == "auto" and alike else options.transport
 
     # -- what they tell
 
@@ -238,7 +239,7 @@ that was in a group elsewhere before meets those that were not."""
 _of_files: dict[str, dist.Store] = {}
 """The last store of this process in each file. Torch removes a file when nobody has it open, and never comes back from a read
 of one that was removed since it was opened: so between two lives it stays open, until this process ends."""
-_DIAL_S, _SILENCE_S = 0.05, 5.0
+_DIAL_S, _ONE_ADDRESS_S, _SILENCE_S = 0.05, 3.0, 5.0
 _STORE_BYTES = 1 << 20
 """So much has to be free for a store in a file: torch never comes back from a read of one whose last record was cut off."""
 _KIND, _STORE = "rdmarpc/kind", "rdmarpc/store"
@@ -309,12 +310,11 @@ def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> 
     own = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (host, str(port))
     whose = "torchrun" if launcher else "rank 0"
-    if rank or launcher:
-        _dial(host, port, limit.total_seconds(), whose)
+    at = _dial(host, port, limit.total_seconds(), whose) if rank or launcher else host
     libuv = dict(parse_qsl(url.query)).get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     try:
         store = dist.TCPStore(
-            host, port, None, not (rank or launcher), limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
+            at, port, None, not (rank or launcher), limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
@@ -330,13 +330,15 @@ def _sockets() -> set[tuple[int, str]]:
     return set()
 
 
-def _dial(host: str, port: int, timeout: float, whose: str) -> None:
-    """Return when somebody listens there."""
+def _dial(host: str, port: int, timeout: float, whose: str) -> str:
+    """The address of the host at which somebody listens, once that is so. A host may have others that lead nowhere: none of
+    them is tried all the time."""
     deadline = time.monotonic() + timeout
     while True:
+        left = max(deadline - time.monotonic(), 0.001)
         try:
-            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
-            return
+            with socket.create_connection((host, port), min(left, _ONE_ADDRESS_S)) as sock:
+                return str(sock.getpeername()[0])
         except OSError as error:
             if time.monotonic() + _DIAL_S > deadline:
                 raise _no_store(host, port, timeout, whose, str(error)) from None

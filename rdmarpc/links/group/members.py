@@ -150,6 +150,8 @@ class Claim:
     host: str
     pids: int
     """The namespace of ``pid``: containers on one host may have their own."""
+    user: str
+    """The user's number, and the namespace of that."""
     source: str
     place: str
     """The file of this user's secret, or the reason why there is none."""
@@ -178,14 +180,14 @@ def claim(name: str, rank: int, options: RpcBackendOptions, group: str) -> tuple
             place, mark = f"{path} of user {os.geteuid()}", hmac.digest(secret, b"mark", hashlib.sha256)[:8].hex()
         except AuthenticationError as error:
             place = error.message
-    process = os.getpid(), host_id(), _pid_namespace()
+    process = os.getpid(), host_id(), _namespace("pid"), f"{os.geteuid()}/{_namespace('user')}"
     return Claim(name, rank, *process, source, place, mark, secrets.token_hex(8), group), secret
 
 
-def _pid_namespace() -> int:
+def _namespace(kind: str) -> int:
     """A number of it; 0 where a sandbox hides it."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
 

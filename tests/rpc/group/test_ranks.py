@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -128,6 +130,28 @@ def test_the_first_rank_is_missing_and_with_it_the_store():
     outcomes = run_group(calls, 3, ranks=[1, 2], rpc_timeout=1.0, **place("tcp"))
     for rank in (1, 2):
         assert outcomes[rank].error == "TransferTimeout" and "no sign of rank 0" in outcomes[rank].text
+
+
+def finds_a_host_with_two_addresses(meeting):
+    """The first of them answers nothing: the queue of who listens there is full."""
+    with contextlib.ExitStack() as held:
+        if meeting.rank == 1:
+            full = held.enter_context(socket.create_server(("127.0.0.9", 0), backlog=0))
+            for _ in range(4):
+                waits = held.enter_context(socket.socket())
+                waits.setblocking(False)
+                waits.connect_ex(full.getsockname())
+            dead = socket.AF_INET, socket.SOCK_STREAM, 0, "", full.getsockname()
+            real = socket.getaddrinfo
+            socket.getaddrinfo = lambda *asked, **named: [dead, *real(*asked, **named)]
+        start = time.monotonic()
+        meeting.join(world_size=2)
+        assert time.monotonic() - start < 30.0
+        rpc.shutdown()
+
+
+def test_the_host_of_the_store_has_an_address_that_leads_nowhere():
+    results(run_group(finds_a_host_with_two_addresses, 2, dynamic=True, rpc_timeout=60, transport="shm", **place("tcp")))
 
 
 def test_the_store_ends_before_all_are_there():

@@ -18,9 +18,11 @@ from group import results, run_group
 from ports import free_port
 
 import rdmarpc as rpc
+from rdmarpc.base import here
 from rdmarpc.links.connecting import _HELLO, _HELLO_MAGIC
 from rdmarpc.links.group import members
 from rdmarpc.transport import RdmaError, open_device
+from rdmarpc.transport.shm import device as shm
 
 NOBODY = 65534
 SECRET = "random text that all know"
@@ -85,6 +87,22 @@ def attacked(device, port, meeting):
 def test_another_user_of_the_host_does_not_get_in(device):
     scenario = partial(attacked, device, free_port())
     assert results(run_group(scenario, 3, dynamic=True, transport=device))[2] in ("AuthenticationError", "NotSupported")
+
+
+def of_two_users(meeting):
+    """As their system sees them."""
+    members._namespace, shm._same_user = lambda kind: meeting.rank, lambda sock: False
+    meeting.join(world_size=2)
+    other = f"worker{1 - meeting.rank}"
+    assert rpc.rpc_sync(other, identity, (5,)) == 5
+    meeting.step("called", 2)
+    way = here.current().channel(other).device.name
+    rpc.shutdown()
+    return way
+
+
+def test_two_users_of_a_host_with_one_secret_reach_each_other_over_tcp():
+    assert results(run_group(of_two_users, 2, dynamic=True, transport="auto", secret=SECRET)) == ["tcp", "tcp"]
 
 
 def calls(rank):

@@ -125,6 +125,22 @@ def test_rdma_is_required(two_hosts: list[int]) -> None:
         assert part in text
 
 
+def at_no_address_for_others(at: list[int], meeting: Meeting) -> None:
+    hosts.enter(at[meeting.rank])
+    meeting.join(world_size=2)
+    meeting.step("joined", 2)
+    if meeting.rank == 0:
+        with pytest.raises(rpc.PeerLost, match=r"it is on another host, and listens at 127\.0\.0\.1:\d+: .* TP_SOCKET_IFNAME"):
+            rpc.rpc_sync("worker1", plus_one, (torch.ones(1),))
+    meeting.step("tried", 2)
+    rpc.shutdown(graceful=False)
+
+
+def test_an_address_that_leads_others_elsewhere_is_named(two_hosts: list[int]) -> None:
+    scenario = partial(at_no_address_for_others, two_hosts)
+    results(run_group(scenario, 2, dynamic=True, timeout=60, secret=SECRET, transport="tcp://127.0.0.1"))
+
+
 def untold(at: list[int], meeting: Meeting) -> None:
     hosts.enter(at[meeting.rank])
     meeting.join(world_size=2)

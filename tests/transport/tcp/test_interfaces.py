@@ -106,6 +106,11 @@ def test_two_interfaces_and_no_default_route() -> None:
         assert f"ADDRESS tcp:{shown}:" in found and "LOG" not in found
 
 
+def test_a_link_local_address_that_is_asked_for_is_refused() -> None:
+    found = listening([*LO, *link("one", "fe80::1/64")], "tcp://fe80::1%one")
+    assert "ERROR tcp on fe80::1: to other hosts a link-local IPv6 address has a meaning on one of" in found
+
+
 def test_nothing_leads_to_other_hosts() -> None:
     assert "no interface leads to other hosts" in listening(LO)
 
