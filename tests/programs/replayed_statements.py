@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mixed_calls import default_dtype, deterministic, home
+from mixed_calls import default_dtype, deterministic, double, home
 from served_statements import Statement, flat
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from wrapped_statements import STATEMENTS as WRAPPED
 from wrapped_statements import Wrapped, criterion, hooks_modules
 
@@ -554,11 +555,37 @@ def calls_in_a_mode(trainer: Replayed) -> Any:
 
 
 @statement
-def records_a_call(trainer: Replayed) -> Any:
+def observes_calls(trainer: Replayed) -> Any:
+    """With what says what moves, where workers are, and how long it takes."""
     found = [trainer.calls(3)]
-    with rpc.recording() if trainer.placed else contextlib.nullcontext():
+    folder = tempfile.TemporaryDirectory()
+    ways: list[Callable[[], Any]] = [
+        lambda: rpc.timeline.record(f"{folder.name}/line.json"),
+        torch.autograd.profiler.profile,
+        lambda: torch.profiler.profile(experimental_config=rpc.profiling.all_threads()),
+        rpc.recording,
+    ]
+    with ways[trainer.seed % len(ways)]() if trainer.placed else contextlib.nullcontext():
+        found.append(trainer.calls(2))
+        if trainer.placed:
+            rpc.counters()
+            rpc.debug_info()
+            rpc.rpc_sync(f"worker{trainer.seed % 4}", rpc.explain)
+    return found, trainer.calls(2)
+
+
+@statement
+def calls_workers_between(trainer: Replayed) -> Any:
+    """With what a step has returned, and with its model's parameters."""
+    found = []
+    for n in range(4):
         found.append(trainer.calls(1))
-    return found, trainer.calls(1)
+        results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)][-2:]
+        values = [*results, trainer.one.detach()]
+        to = f"worker{(trainer.seed + n) % 4}"
+        found.append([rpc.rpc_sync(to, double, (v,)) if trainer.placed else v * 2 for v in values])
+        rpc.remote(to, double, (values[0],)).to_here() if trainer.placed else None
+    return found
 
 
 @statement
