@@ -43,7 +43,8 @@ class Timeline(events.Calls):
             raise RuntimeError("a timeline is being recorded already")
         super().__init__(agent.me.id)
         self.agent, self.path = agent, Path(path)
-        (self.path.parent if self.path.suffix == ".json" else self.path).mkdir(parents=True, exist_ok=True)
+        self.file = self.path if self.path.suffix == ".json" else self.path / "timeline.json"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._stopped = 0
         self._kept = False
@@ -106,8 +107,7 @@ class Timeline(events.Calls):
             with suppress(RdmaError):
                 if blob := future.wait():
                     traces.append(json.loads(blob))
-        path = self.path if self.path.suffix == ".json" else self.path / "timeline.json"
-        self._kept = _try_to_save(events.merge(traces), path)
+        self._kept = _try_to_save(events.merge(traces), self.file)
         return [trace["otherData"]["workers"][0]["rank"] for trace in traces] if self._kept else []
 
     def close(self) -> None:
@@ -133,15 +133,16 @@ def _try_to_save(trace: events.Trace, path: Path) -> bool:
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[Timeline]:
-    """Record the calls that this worker makes and serves until the end of the ``with``; then write them to ``path``. Calls
-    still under way then are marked ``unfinished``. Raises ``RuntimeError`` before ``init_rpc``, or if a timeline is being
-    recorded here already; ``OSError`` if the file cannot be written."""
+    """Record the calls that this worker makes and serves until the end of the ``with``; then write them to ``path``, or, if its
+    name does not end in ``.json``, to ``timeline.json`` in that folder. Calls still under way then are marked ``unfinished``.
+    Raises ``RuntimeError`` before ``init_rpc``, or if a timeline is being recorded here already; ``OSError`` if the file cannot
+    be written."""
     line = Timeline(_agent.current(), path)
     try:
         yield line
     finally:
         line.stop()
-        events.save(line.trace(), Path(path))
+        events.save(line.trace(), line.file)
 
 
 def for_run(agent: Agent) -> Timeline | None:

@@ -7,6 +7,7 @@ it. A storage is *made* by the call, or an *argument*'s; or it was there before:
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -414,16 +415,32 @@ class Capture(TorchDispatchMode):
                 self.storages.setdefault(handle.name, weakref.ref(handle))
             else:
                 self.results.append(self.plain(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-        return tree_map_only(torch.Tensor, self._copied, out)
+        memo: dict[int, Any] = {}
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A result that the step made is copied, so that nobody but the step keeps it."""
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            """What the step made, so that nobody but the step keeps it. What lies over one memory still does."""
+            tensor = tensor.detach()
+            return tensor if self._number_of(tensor) is None else copy.deepcopy(tensor, memo)
+
+        return tree_map_only(torch.Tensor, copied, out)
+
+    def apart(self, out: Any) -> Any:
+        """What the step returns, with copies of what the call before has left elsewhere (gradients, say): results are new."""
+        if (before := self.before) is None:
+            return out
+
+        def new(tensor: torch.Tensor) -> torch.Tensor:
+            left = before.left if type(tensor) is RemoteTensor else before.left_here
+            return tensor.detach().clone() if self._number_of(tensor) in left else tensor
+
+        return tree_map_only(torch.Tensor, new, out)
+
+    def _number_of(self, tensor: torch.Tensor) -> int | None:
+        """Of its storage, if the call has made that."""
         if type(tensor) is RemoteTensor:
-            ours = tensor._handle.name in self.made
-        else:
-            key = self.find(tensor)
-            ours = key is not None and self.locals[key].made
-        return tensor.detach().clone() if ours else tensor.detach()
+            return self.made.get(tensor._handle.name)
+        key = self.find(tensor)
+        return key if key is not None and self.locals[key].made else None
 
     def settle(self, ours: set[int]) -> None:
         """Find out what the call has left. Nothing of the program has its results any more. ``ours``: names, and addresses of

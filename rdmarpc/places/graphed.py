@@ -57,6 +57,7 @@ class Graphed:
         self._gradients: Gradients = {}
         self._strange = 0
         """Forms in a row that were new."""
+        observing.graphs.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -76,8 +77,19 @@ class Graphed:
             self.runs += 1
             again, form.again = form.again, True
             if form.tries >= _TRIES or not again or modes or observing.capture:  # another thread captures
-                return tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
+                return self._without_graph(self.step(*args, **kwargs))
             return self._captured(form, tensors, args, kwargs, checks)
+
+    def _without_graph(self, out: Any) -> Any:
+        """Results of Python. A gradient among them is copied: the next call may write it."""
+        held = {id(grad) for ref in self._leaves.values() if (grad := _gradient(ref)) is not None}
+        return tree_map_only(torch.Tensor, lambda each: each.detach().clone() if id(each) in held else each.detach(), out)
+
+    def forget(self) -> None:
+        """Drop what was captured: the next calls run Python."""
+        with self._lock:
+            for form in self._forms.values():
+                form.last = form.program = None
 
     def __repr__(self) -> str:
         why = f"; the last reason to run Python: {self.why}" if self.why else ""
@@ -119,10 +131,11 @@ class Graphed:
             program.refresh()
             if not program.holds():
                 self.why = "tensors of the step were replaced since (a gradient, by another step's zero_grad())"
+                checks = False  # there is nothing to compare with
         capture = Capture(tensors, before)
         form.last = form.program = None
         with capture:
-            out = self.step(*args, **kwargs)
+            out = capture.apart(self.step(*args, **kwargs))
         results = capture.returned(out)
         del out
         grads: Any = self._gradients.values()
@@ -139,7 +152,7 @@ class Graphed:
                 why = error.message
         if why:
             self._refused(form, why)
-            if checks and program is not None:
+            if checks and program is not None and not capture.grows:  # nobody knows who keeps that
                 raise RuntimeError(f"a graphed step does something else than what was captured: {why}")
         return results
 
@@ -329,7 +342,7 @@ class Program:
         """The names of what the step leaves at workers."""
         self._replaced: list[tuple[weakref.ref[Any], Plain]] = []
         """Plain tensors that lie over something new behind a call."""
-        self._read: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self._read: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         """Leaves, and what has to be their gradient before a call: the step reads it, or adds to it."""
         self._place_gradients(gradients)
         self._kept: dict[int, Storage] = {}
@@ -384,7 +397,10 @@ class Program:
         for ref in capture.leaves:
             if id(ref()) not in made:
                 grad = _gradient(ref)
-                (self._gradients if grad is None else self._read).append((ref, grad))
+                if grad is None:
+                    self._gradients.append((ref, grad))
+                else:
+                    self._read.append((ref, weakref.ref(grad)))
 
     def _watch(self) -> None:
         """Note the tensors by which the program could see that it is out of date, and those that it writes or replaces."""
@@ -433,7 +449,7 @@ class Program:
             and all((tensor := ref()) is not None and tensor.untyped_storage()._cdata == cdata for ref, cdata in self._plain)
             and all(ref() is not None for ref in self._left)
             and all(ref() is not None for ref, _ in self._gradients)
-            and all(_gradient(ref) is grad for ref, grad in self._read)
+            and all((grad := _gradient(ref)) is not None and grad is read() for ref, read in self._read)
             and all(ref() is not None for ref, _ in self._replaced)
             and all(stream.closed is None and stream.forgotten == count for stream, count in self._forgotten.items())
         )
@@ -484,7 +500,7 @@ class Program:
         if kind == "argument":
             return [("argument", which), -1 if at == -1 else ("at", which, at)]
         if kind == "left":
-            self._read += self._placed.get(which, ())
+            self._read += ((leaf, weakref.ref(grad)) for leaf, grad in self._placed.get(which, ()))
             if which not in self._static:
                 raise NotSupported("it reads what the call before has left, and leaves no such thing")
             return [self._static[which], at]
@@ -533,11 +549,14 @@ class Program:
         """A value with tensors in the place of kept ones."""
         if isinstance(value, Plain):
             local = self._capture.locals[value.key]
-            self._read += self._placed_here.get(local.left, ()) if local.left is not None else ()
+            found = self._placed_here.get(local.left, ()) if local.left is not None else ()
+            self._read += ((leaf, weakref.ref(grad)) for leaf, grad in found)
             return value if local.storage is None else at_bytes(local.storage, value.offset, value.geometry)
         if isinstance(value, Result):
             if self._ref(value.ref)[0] in self._static.values():
                 raise NotSupported("it returns what the call before has left")
+            if self._capture.made.get(value.ref.name) in self._capture.left:
+                raise NotSupported("it returns what it leaves elsewhere, and did not in the call before")
             return value
         if isinstance(value, dict):
             return {name: self._kept_alive(each) for name, each in value.items()}
@@ -679,10 +698,6 @@ class Program:
                 at = at if at == -1 else offset
             elif number is None:
                 storage = self._kept[name]
-            elif number in self._placed:
-                storage = self._placed[number][0][1]._handle
-            elif number in capture.left:
-                storage = capture.storages[name]()
             elif number in self._brought:
                 storage = call.brought[number]
             else:

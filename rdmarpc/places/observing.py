@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -33,3 +34,5 @@ capture = 0
 """Which capture of a step is under way (``graphed``), or 0: it must see all copies that the step needs, so none from before."""
 copied: list[Any] = []
 """Storages of which it has seen copies."""
+graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Steps that are graphed: what they hold of a model is in the way of moving it."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from ..calls import agent as _agent
 from ..graph import Transfers
 from ..transport import NotSupported, RdmaError
+from . import observing
 from .batches import checked, forward_backward
 from .checkpoint import check_models, load_checkpoint
 from .geometry import geometry
@@ -370,7 +371,11 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
     for tensor, _ in sharing if moves else ():
         if tensor._is_view() and not tensor.requires_grad:  # a buffer keeps the tensor that it is a view of
             _swap(tensor, tensor.data)
-    others = torch._C._storage_Use_Count(storage._cdata) - len(sharing) - 1
+    ours = len(sharing) + 1
+    if moves and torch._C._storage_Use_Count(storage._cdata) > ours:
+        for graph in list(observing.graphs):
+            graph.forget()
+    others = torch._C._storage_Use_Count(storage._cdata) - ours
     if others > 0 and moves:
         why = f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model"
         hint = "drop views of parameters, and graphs of earlier forwards, before wrap; or clone() what stays"

@@ -23,6 +23,7 @@ import drawn_programs
 import judge
 import mixed_programs
 import probes
+import replayed_programs
 import served_pairs
 import served_programs
 import wrapped_programs
@@ -33,6 +34,7 @@ PROGRAMS: dict[str, Any] = {
     "distributed": distributed_programs,
     "mixed": mixed_programs,
     "paired": served_pairs,
+    "replayed": replayed_programs,
     "served": served_programs,
     "wrapped": wrapped_programs,
 }
@@ -54,6 +56,7 @@ def main() -> int:
     )
     parser.add_argument("--no-draws", action="store_true", help="without random numbers that are drawn at workers")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a program may take")
+    parser.add_argument("--transport", default="auto", help="of the group: auto, shm or tcp")
     parser.add_argument("--print", action="store_true", help="the program's text, and do not run it")
     parser.add_argument("--shrink", action="store_true", help="print the smallest program that fails in the same way")
     parser.add_argument("--quiet", action="store_true", help="only the table")
@@ -113,7 +116,7 @@ def _campaign(options: argparse.Namespace) -> int:
     counts: collections.Counter[str] = collections.Counter()
     examples: dict[str, list[str]] = collections.defaultdict(list)
     start = time.monotonic()
-    with Callers(options.target, options.limit) as callers:
+    with Callers(options.target, options.limit, options.transport) as callers:
         for name, job in _cases(options):
             if time.monotonic() - start > 60 * options.minutes:
                 break
@@ -132,7 +135,7 @@ def _campaign(options: argparse.Namespace) -> int:
 
 def _shrink(options: argparse.Namespace) -> int:
     programs = PROGRAMS.get(options.target, drawn_programs)
-    with Callers(options.target, options.limit) as callers:
+    with Callers(options.target, options.limit, options.transport) as callers:
 
         def verdict(made: Any) -> judge.Verdict:
             return callers.judge(_job(made, options))

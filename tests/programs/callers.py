@@ -73,6 +73,7 @@ TARGETS: dict[str, tuple[judge.Place, int]] = {
     "served": (served, 2),
     "paired": (paired, 3),
     "wrapped": (wrap, 3),
+    "replayed": (wrap, 3),
     "distributed": (identity, 2),
     "collective": (identity, 2),
 }
@@ -110,10 +111,10 @@ def judged(job: Job, place: judge.Place, folder: str) -> judge.Verdict:
 
 
 class Callers:
-    """Not thread-safe. ``limit``: seconds that a program may take, with its run in one process."""
+    """Not thread-safe. ``limit``: seconds that a program may take, with its run in one process. ``transport``: of the group."""
 
-    def __init__(self, name: str, limit: float = 60.0) -> None:
-        self.name, self.limit = name, limit
+    def __init__(self, name: str, limit: float = 60.0, transport: str = "auto") -> None:
+        self.name, self.limit, self.transport = name, limit, transport
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -163,7 +164,8 @@ class Callers:
         store = str(Path(self._folder.name) / f"store{self._times}")
         for rank in range(size):
             ours, theirs = forks().Pipe()
-            process = forks().Process(target=_main, args=(self.name, rank, size, self._folder.name, store, theirs), daemon=True)
+            args = self.name, rank, size, self._folder.name, store, self.transport, theirs
+            process = forks().Process(target=_main, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -182,7 +184,7 @@ class Callers:
         self._processes, self._pipes = [], []
 
 
-def _main(name: str, rank: int, size: int, folder: str, store: str, pipe: Connection) -> None:
+def _main(name: str, rank: int, size: int, folder: str, store: str, transport: str, pipe: Connection) -> None:
     import torch
 
     import rdmarpc as rpc
@@ -192,7 +194,9 @@ def _main(name: str, rank: int, size: int, folder: str, store: str, pipe: Connec
     sys.path.append(folder)
     sys.dont_write_bytecode = True
     if size > 1:
-        options = rpc.RpcBackendOptions(init_method=f"file://{store}", rpc_timeout=20, num_worker_threads=4)
+        options = rpc.RpcBackendOptions(
+            init_method=f"file://{store}", rpc_timeout=20, num_worker_threads=4, transport=transport
+        )
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     place = target(name)[0]
     gc.freeze()  # else each program's collection walks all that was imported

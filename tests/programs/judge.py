@@ -197,7 +197,8 @@ def _refuses(value: Any) -> bool:
 def _told(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({last[0].filename.rpartition('/')[2]}:{last[0].lineno})" if last else ""
-    return f"{type(error).__name__}: {said(error)}{where}"
+    notes = "".join(f" {said(note)}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {said(error)}{notes}{where}"
 
 
 def worst_of(one: list[tuple[str, Leaves]], other: list[tuple[str, Leaves]]) -> Verdict:

@@ -14,6 +14,7 @@ import judge
 import mixed_programs
 import probes
 import pytest
+import replayed_programs
 import served_pairs
 import served_programs
 import torch
@@ -94,6 +95,12 @@ def test_wrapped_programs():
     recipes = {str(seed): wrapped_programs.recipe(seed) for seed in range(14)}
     jobs = {name: ("text", wrapped_programs.source(made)) for name, made in recipes.items()}
     assert not failures("wrapped", jobs)
+
+
+def test_replayed_programs():
+    """Steps that are graphed, with all that users do around and between their calls."""
+    recipes = {str(seed): replayed_programs.recipe(seed) for seed in range(6)}
+    assert not failures("replayed", {name: ("text", replayed_programs.source(made)) for name, made in recipes.items()})
 
 
 def test_distributed_programs():

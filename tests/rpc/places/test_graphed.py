@@ -222,6 +222,63 @@ def test_results_are_new(group):
     group.run(results_are_new)
 
 
+def results_that_are_left() -> None:
+    """Gradients, and an average that is replaced, at a worker and here: as results they stay what they were."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        step = trains(net, optimizer)
+        average = [torch.zeros(3)]
+
+        def stepping(x: torch.Tensor, y: torch.Tensor) -> Any:
+            loss, out = step(x, y)
+            average[0] = average[0] * 0.5 + out.detach().mean(0)
+            return loss, net[2].weight.grad, net[0].bias.grad, average[0]
+
+        return stepping
+
+    plain = lambda params: torch.optim.Adam(params, lr=0.01)  # noqa: E731, which asks for values
+    for placement, optimizer, replays in (HALVES, momentum, 4), ({"2": "worker1"}, momentum, 4), (HALVES, plain, 0):
+        pair = Pair(mlp(), optimizer, placement, make)
+        kept, wanted = [], []
+        for x, y in batches(12):
+            kept.append(pair.both(x, y))
+            wanted.append([home(each) for each in kept[-1]])
+            for each in (*pair.alone.parameters(), *pair.placed.parameters()):
+                each.grad.zero_()
+        assert all(torch.equal(home(a), b) for one, other in zip(kept, wanted) for a, b in zip(one, other)), placement
+        kept[-1][1].zero_()
+        pair.same()
+        assert pair.graph.replays >= replays, (pair.graph.replays, pair.graph.runs, pair.graph.why)
+        pair.end(pair.graph.replays)
+
+
+def test_results_that_are_left(group):
+    group.run(results_that_are_left)
+
+
+def results_lie_as_they_did() -> None:
+    """Their strides, and what lies over one memory, are those of the step, whether Python runs or not."""
+    for place in ("worker1", None):
+        held = torch.ones(2) if place is None else torch.ones(2).to(rpc.device(place))
+        there = torch.ones(()).to(rpc.device("worker2"))
+
+        def step(x: torch.Tensor, held: torch.Tensor = held, there: torch.Tensor = there) -> Any:
+            out = (x * held.sum()).view(4, 6)
+            return out, out[:2], out.t()[:, ::2], there * 2
+
+        graph = rpc.graphed(step)
+        for n in range(5):
+            whole, rows, turned, _ = graph(torch.full((24,), float(n)))
+            assert (rows.stride(), turned.stride()) == ((6, 1), (1, 12)), n
+            whole.zero_()
+            assert not rows.any() and not turned.any(), n
+        assert graph.replays == 3, graph.why
+
+
+def test_results_lie_as_they_did(group):
+    group.run(results_lie_as_they_did)
+
+
 def forms() -> None:
     """Batches of other sizes, evaluation, another mode of torch, a schedule and a number of a module are forms of their own."""
 
@@ -752,6 +809,72 @@ def checked() -> None:
 
 def test_checked(group):
     group.run(checked)
+
+
+def checked_beside_others() -> None:
+    """What the program does between calls to gradients, and who keeps them, is nothing that the step did."""
+
+    def make(net: nn.Module, optimizer: Any) -> Step:
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    for change in (False, True):
+        pair = Pair(mlp(), momentum, HALVES, make, check=2)
+        held: list[Any] = []
+        for turn, (x, y) in enumerate(batches(14)):
+            pair.both(x, y)
+            if turn > 6:
+                held.append([each.grad for each in pair.placed.parameters()])
+            for net in (pair.alone, pair.placed) if change and turn > 6 else ():
+                net.zero_grad()
+        pair.end(pair.graph.replays)
+
+
+def test_checked_beside_others(group):
+    group.run(checked_beside_others)
+
+
+def gradients_are_not_held() -> None:
+    """A step that reads nothing of a gradient does not keep it: another one, which makes new ones, is the same in each call."""
+    pair = Pair(mlp(), momentum, HALVES, check=2)
+    evaluates = rpc.graphed(lambda x: pair.placed(x).detach() * 1)
+    for x, y in batches(6):
+        pair.both(x, y)
+    for x, _ in batches(4):
+        with torch.no_grad():
+            evaluates(x)
+    assert evaluates.replays >= 1, (evaluates.runs, evaluates.why)
+    for x, y in batches(6):
+        pair.both(x, y)
+    assert pair.graph.replays >= 4, pair.graph.why
+    pair.end(pair.graph.replays)
+
+
+def test_gradients_are_not_held(group):
+    group.run(gradients_are_not_held)
+
+
+def wrapped_again() -> None:
+    """A model with layers here, of which a graph holds the memory, can be moved."""
+    pair = Pair(mlp(), momentum, {"2": "worker1"})
+    for placement in (None, {"0": "worker2"}, {"": "worker1"}, {"2": "worker2"}):
+        if placement is not None:
+            pair.placed.close()
+            pair.placed = rpc.wrap(pair.placed, placement)
+        for x, y in batches(5):
+            pair.both(x, y)
+    assert pair.graph.replays >= 8, pair.graph.why
+    pair.end(pair.graph.replays)
+
+
+def test_wrapped_again(group):
+    group.run(wrapped_again)
 
 
 def rates() -> None:

@@ -325,7 +325,7 @@ def lines(folder: str) -> bool:
     trained(model, optimizer, 5)
     for stream in streams():  # what was posted has been run before a timeline begins, and before it ends
         stream.synchronize()
-    rpc.rpc_sync("worker1", _timed, args=(f"{folder}/worker1.json",))
+    rpc.rpc_sync("worker1", _timed, args=(f"{folder}/worker1",))
     with timeline.record(f"{folder}/worker0.json"):
         trained(model, optimizer, 5)
     for stream in streams():
@@ -336,7 +336,7 @@ def lines(folder: str) -> bool:
 
 def test_a_timeline_has_the_streams(group: StandingGroup, tmp_path: Path):
     assert group.run(lines, str(tmp_path))
-    trace = json.loads((tmp_path / "worker1.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "worker1" / "timeline.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
     spans = [event["name"] for event in trace if event["ph"] == "X" and names[event["tid"]] == "stream of worker0, cpu"]
     # One forward and backward; what goes to the second worker, and what comes back.
