@@ -16,7 +16,9 @@ LETHAL = ("kill", "stop", "sleeper", "exit", "socket", "cut", "raise")
 """Afterwards the victim is lost to others: for good, or (``socket``) to one of them."""
 GENTLE = ("pause", "gil", "delay", "callbacks", "descriptors", "arena", "interrupt")
 """Afterwards everything goes on with right results."""
-WORKLOADS = ("calls", "flood", "references", "autograd", "wrap", "serve", "groups", "channels", "statements")
+PROGRAMS = ("statements", "served", "wrapped", "distributed")
+"""Drawn programs, of each kind."""
+WORKLOADS = ("calls", "flood", "references", "autograd", "wrap", "serve", "groups", "channels", *PROGRAMS)
 DEVICES = ("shm", "tcp", "auto")
 
 
@@ -66,15 +68,16 @@ def draw(number: int, devices: tuple[str, ...] = DEVICES, workloads: tuple[str, 
     """The trial of that number. Which devices and workloads there are to choose from belongs to the number."""
     chance = random.Random(number)
     workload, device = chance.choice(workloads), chance.choice(devices)
-    size = {"serve": 4, "wrap": 3, "statements": 4}.get(workload) or chance.choice((3, 3, 4))
-    kinds = [kind for kind in LETHAL + GENTLE if workload == "statements" or kind not in ("raise", "interrupt")]
+    drawn = workload in PROGRAMS
+    size = 4 if drawn else {"serve": 4, "wrap": 3}.get(workload) or chance.choice((3, 3, 4))
+    kinds = [kind for kind in LETHAL + GENTLE if drawn or kind not in ("raise", "interrupt")]
     if workload == "channels":
         kinds = [kind for kind in kinds if kind not in ("exit", "callbacks", "delay", "arena")]
     if workload == "groups":  # who could bring it about may be elsewhere
         kinds = [kind for kind in kinds if kind not in ("exit", "callbacks", "socket")]
     if why_no_cut() or workload in ("channels", "serve"):
         kinds.remove("cut")
-    if workload in ("serve", "wrap", "statements"):
+    if drawn or workload in ("serve", "wrap"):
         kinds.remove("arena")
     count = chance.choice((1, 1, 1, 1, 2))
     victims = chance.sample(range(size), count)

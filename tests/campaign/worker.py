@@ -18,7 +18,7 @@ from typing import Any
 
 from .board import DONE, JOINING, LEAVING, WORKING, Board
 from .diary import Diary
-from .trial import PEER_TIMEOUT_S, Trial
+from .trial import PEER_TIMEOUT_S, PROGRAMS, Trial
 
 RPC_TIMEOUT_S = 20.0
 """Longer than anybody may hang."""
@@ -81,7 +81,7 @@ def _life(trial: Trial, rank: int, place: Path, diary: Diary) -> None:
         "channels": _channels,
         "groups": _groups,
         "tampered": _tampered,
-        "statements": live,
+        **dict.fromkeys(PROGRAMS, live),
     }.get(trial.workload, _calls)
     body(scene, random.Random(1000 * trial.number + rank))
     saboteur.join()

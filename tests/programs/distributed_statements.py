@@ -17,6 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WORKERS = ["worker1", "worker2"]
+"""Set by programs."""
+
+_building = threading.Lock()
 
 Statement = Callable[["Session"], Any]
 STATEMENTS: dict[str, Statement] = {}
@@ -64,7 +67,7 @@ class Session(Doing):
 
     @property
     def other(self) -> str:
-        return WORKERS[self.seed % 2]
+        return WORKERS[self.seed % len(WORKERS)]
 
     def batch(self, number: int = 0) -> torch.Tensor:
         return torch.randn(4, 5, generator=torch.Generator().manual_seed(self.seed + number)).to(self.dtype)
@@ -108,7 +111,7 @@ class Session(Doing):
 
 
 def built(name: str, seed: int, before: Any = None) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with _building, torch.random.fork_rng(devices=[]):  # of several callers
         torch.manual_seed(seed)
         return Relay(before) if name == "Relay" else getattr(served_nets, name)()
 

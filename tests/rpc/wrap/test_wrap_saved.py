@@ -23,6 +23,13 @@ from rdmarpc import places
 from rdmarpc.places import owners
 
 
+class GivenUp:
+    """By Ctrl-C, as it is written."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
 def training(folder: str) -> None:
     state, place = made(), str(Path(folder) / "at")
     with pytest.raises(rpc.NotSupported, match="no checkpoint"):
@@ -51,6 +58,8 @@ def training(folder: str) -> None:
         rpc.load_checkpoint(fewer, str(Path(folder) / "groups"))
     with pytest.raises(ValueError, match="no model in the state has"):
         rpc.save_checkpoint({"optimizer": again["optimizer"]}, str(Path(folder) / "alone"))
+    with pytest.raises(KeyboardInterrupt):
+        rpc.save_checkpoint({**again, "step": GivenUp()}, place)  # the last one stays
     with pytest.raises(Exception, match=r"nowhere|metadata"):
         rpc.load_checkpoint(again, str(Path(folder) / "nowhere"))
     (Path(folder) / "file").touch()
@@ -85,6 +94,10 @@ def training(folder: str) -> None:
         again["model"].replace("worker1", "worker3")
     assert again["model"].first.layer.weight.place == "worker1"
     del again["model"].more
+    again["model"].register_buffer("later", torch.ones(2), persistent=False)
+    with pytest.raises(RuntimeError, match="later of 'model' were not there"):
+        again["model"].replace("worker1", "worker3")
+    del again["model"].later
     back = again["model"].replace("worker1", "worker3")
     assert back is again and again["step"] == 3
     assert all(p.grad is None for p in again["model"].parameters())  # those of the lost worker are lost
