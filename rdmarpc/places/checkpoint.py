@@ -111,8 +111,8 @@ leave out), by name, here."""
 
 
 def check_models(state: Mapping[str, Any], folder: str, beside: Beside) -> None:
-    """Raises ``RuntimeError`` for what models have and neither the checkpoint nor ``beside``, ``ValueError`` for tensors of other
-    sizes."""
+    """Raises ``RuntimeError`` for what models have and neither the checkpoint nor ``beside`` has, ``ValueError`` for tensors of
+    other sizes."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
@@ -148,8 +148,8 @@ def _unsaved(model: nn.Module, content: Mapping[str, Any]) -> list[tuple[str, to
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, a file that cannot be
-    written or read, and Ctrl-C are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
+    """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, a file that cannot be written
+    or read, and Ctrl-C are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
     from torch.distributed.checkpoint import CheckpointException
 
     from .owners import cause

@@ -117,8 +117,8 @@ def as_original(reduced: Any, kind: type[nn.Module], without: str) -> Any:
 
 
 class Placed:
-    """Of a wrapped model: where its modules are, and options. ``saved``: the state and folder of its last checkpoint, and what is not in
-    the folder."""
+    """Of a wrapped model: where its modules are, and options. ``saved``: the state and folder of its last checkpoint, and what
+    is not in the folder."""
 
     saved: tuple[dict[str, Any], str, Beside] | None = None
 

@@ -48,7 +48,7 @@ KINDS = (
     "again",
 )
 SLOW_S = 0.5
-_RANK = re.compile(r"worker(\d+)")
+_RANK = re.compile(r"\b(?:worker|rank )(\d+)")
 
 
 def ranks_in(text: str) -> list[int]:

@@ -349,7 +349,7 @@ def _used_after(scene: Scene, what: str, use: Callable[[], Any]) -> None:
 
 def _again(scene: Scene) -> None:
     """Another life, of all whose processes are left and connected."""
-    dead = {fault.victim for fault in scene.trial.faults if fault.kind in ("kill", "stop", "exit", "raise", "sleeper", "cut")}
+    dead = scene.trial.dead
     ranks = [rank for rank in range(scene.trial.size) if rank not in dead]
     if scene.rank in dead or len(ranks) < 2:
         return

@@ -78,6 +78,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "" if kind not in ("init", "shutdown") else "these need no memory of messages"
     if any(fault.kind == "descriptors" for fault in trial.faults) and _out_of_descriptors(trial, entry):
         return ""
+    if trial.workload == "collective" and _given_up(trial, entry):
+        return ""
     if entry["kind"] in ("end", "liar"):
         return ""  # what closes then says is known already
     lethal = [fault for fault, (began, _) in zip(trial.faults, times) if fault.lethal and 0 < began <= entry["at"]]
@@ -112,6 +114,12 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
     if not set(entry["named"]) & victims:
         return f"it names {entry['named']}, lost was {sorted(victims)}"
     return ""
+
+
+def _given_up(trial: Trial, entry: Entry) -> bool:
+    """A collective that a member has given up, by name."""
+    victims = {fault.victim for fault in trial.faults if fault.kind == "interrupt"}
+    return "RdmaError" in entry["tree"] and bool(victims & {entry["rank"], *ranks_in(entry["text"])})
 
 
 def _says(entry: Entry, status: str) -> bool:
@@ -152,6 +160,7 @@ def _disturbed(trial: Trial, entry: Entry, times: Times, lag: float) -> str:
         "shutdown",
         "leave",
         "connect",
+        "program",
     ):
         return ""
     if any(fault.kind in ("delay", "arena", "callbacks") for fault in trial.faults):
