@@ -46,6 +46,8 @@ def _by_owners(name: str) -> Callable[..., torch.Tensor]:
 
 for _name in ("write", "read"):
     _library.impl(f"{_name}_part", _by_owners(_name), "CompositeExplicitAutograd")
+_operators = [torch.ops.rdmarpc.write_part.default, torch.ops.rdmarpc.read_part.default]
+"""torch makes an operator's object at its first use; of two that two threads make it goes on with one that may be gone."""
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import resource
+import subprocess
+import sys
 import tempfile
 import types
 from pathlib import Path
@@ -153,6 +155,14 @@ def scenario(meeting: Meeting) -> None:
     meeting.say("done")
     places.close_streams()
     rpc.shutdown(graceful=False)
+
+
+def test_threads_find_the_operators_of_checkpoints_made():
+    """Several at once would make each several times, and torch would go on with one that is gone."""
+    script = "import torch, rdmarpc.places.checkpoint; print(*('default' in vars(vars(torch.ops.rdmarpc)[f'{name}_part']) "
+    script += "for name in ('write', 'read')))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["True", "True"]
 
 
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_the_same_bits():
