@@ -19,12 +19,12 @@ import torch.distributed as dist
 import rdmarpc as rpc
 
 from .board import LAST_STEP, LEAVING, WORKING
-from .diary import same
+from .diary import KINDS, same
 from .raw import meet
 from .workloads import Scene
 
 PROGRAMS, _MEET_S = 2, 20.0
-_LIMIT = timedelta(seconds=20)
+_LIMIT = timedelta(seconds=8)
 
 
 def live(scene: Scene, chance: random.Random) -> None:
@@ -67,6 +67,21 @@ class _World(collective_calls.World):
     def __init__(self, *args: Any) -> None:
         self.failed: list[Exception] = []
         super().__init__(*args)
+
+    def begin(self) -> None:
+        """Waits for all, also for one that does not come."""
+        if self.backend == "gloo":
+            super().begin()
+            return
+        board, bits = self.scene.diary.board, (1 << self.size) - 1
+        board.begin(self.scene.rank, bits, KINDS.index("join"))
+        super().begin()
+        board.begin(self.scene.rank, bits, KINDS.index("statement"))
+
+    def again(self) -> None:
+        if self.failed:
+            raise self.failed[0]
+        super().again()
 
     @contextlib.contextmanager
     def attempt(self, number: int) -> Iterator[None]:

@@ -108,7 +108,7 @@ class Diary:
         import rdmarpc as rpc
 
         text = str(error)
-        named = ranks_in(getattr(error, "peer", "") or text.split("Traceback")[0])
+        named = ranks_in(getattr(error, "peer", "")) or ranks_in(text.split("Traceback")[0])
         if isinstance(error, rpc.PeerLost):
             self.lost.update(rank for rank in named if rank != self.rank)
         where = "".join(traceback.format_tb(error.__traceback__)[-3:])

@@ -92,6 +92,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "nothing had happened"
     if _says(entry, "CLOSED") and "PeerLost" in entry["text"] + entry["type"]:
         return ""  # who heard of the loss first has left
+    if trial.workload == "collective" and re.search(r"has left the group|before it had joined", entry["text"]):
+        return ""  # because of that
     if "this tensor was not computed" in entry["text"]:
         return ""  # what follows from the loss
     if _says(entry, "RAISED") and any(fault.kind == "socket" for fault in lethal):
@@ -119,7 +121,7 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
 def _given_up(trial: Trial, entry: Entry) -> bool:
     """A collective that a member has given up, by name."""
     victims = {fault.victim for fault in trial.faults if fault.kind == "interrupt"}
-    return "RdmaError" in entry["tree"] and bool(victims & {entry["rank"], *ranks_in(entry["text"])})
+    return "RdmaError" in _classes(entry) and bool(victims & {entry["rank"], *ranks_in(entry["text"])})
 
 
 def _says(entry: Entry, status: str) -> bool:

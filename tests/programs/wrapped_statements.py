@@ -147,7 +147,7 @@ class Wrapped(Trainer):
 
     def _saved(self) -> Any:
         if self.placed:
-            folder = tempfile.TemporaryDirectory()
+            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             rpc.save_checkpoint({"model": self.net, "optimizer": self.optimizer, "step": self.seed}, folder.name)
             return folder
         generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
