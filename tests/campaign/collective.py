@@ -136,20 +136,18 @@ def _run(scene: Scene, number: int, text: str, known: judge.Outcome) -> bool:
         found = _over(scene, "rdmarpc", text, f"run{number}", worlds)
         if found.error is not None and _by_fault(found.error):
             raise found.error
-    if found is None or not worlds or worlds[0].failed:
-        lost = found is None or not worlds or any(isinstance(error, rpc.PeerLost) for error in worlds[0].failed)
-        lost = lost and any(fault.lethal for fault in scene.trial.faults)
-    else:
-        lost = False
+    failed = worlds[0].failed if worlds else []
+    lost = found is None or found.error is not None or not worlds or any(isinstance(error, rpc.PeerLost) for error in failed)
     theirs, ours = collective_calls._statements(known.seen), collective_calls._statements(found.seen if found else [])
-    whole = found is not None and found.error is None and bool(worlds) and not worlds[0].failed
-    for name in theirs if whole else theirs.keys() & ours.keys():
-        if whole or ours[name][1] is None:
-            verdict = collective_calls._statement(theirs[name], ours[name])
-            if verdict.kind not in (*judge.GOOD, "refused"):
-                told = f"run {number}: {name}: {verdict.kind}: {verdict.detail}"
-                diary.write("wrong", kind="statement", touched=[*everybody], text=told)
-    return lost
+    whole = not lost and not failed
+    for name in theirs:
+        if not whole and (name not in ours or (ours[name][1] is not None and theirs[name][1] is None)):
+            break  # what comes later depends on it
+        verdict = collective_calls._statement(theirs[name], ours[name])
+        if verdict.kind not in (*judge.GOOD, "refused"):
+            told = f"run {number}: {name}: {verdict.kind}: {verdict.detail}"
+            diary.write("wrong", kind="statement", touched=[*everybody], text=told)
+    return lost and any(fault.lethal for fault in scene.trial.faults)
 
 
 def _again(scene: Scene) -> None:
