@@ -18,6 +18,7 @@ _MEMORY_MIB = 200
 _DESCRIPTORS = 2
 _IN_CALLBACK = re.compile(r"running the callback: (PeerLost|ArenaFull)\b")
 """How torch wraps what a callback of a future raises."""
+_AFTER_A_LOSS = re.compile(r"has left the group|before it had joined|group was destroyed")
 _PRINTED = re.compile(r"^(?:Exception ignored in|Exception in thread rdmarpc|Fatal Python error).*", re.MULTILINE)
 
 
@@ -92,7 +93,7 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "nothing had happened"
     if _says(entry, "CLOSED") and "PeerLost" in entry["text"] + entry["type"]:
         return ""  # who heard of the loss first has left
-    if trial.workload == "collective" and re.search(r"has left the group|before it had joined", entry["text"]):
+    if trial.workload == "collective" and _AFTER_A_LOSS.search(entry["text"]):
         return ""  # because of that
     if "this tensor was not computed" in entry["text"]:
         return ""  # what follows from the loss
