@@ -20,7 +20,7 @@ from torch.distributed import Store
 from ..base import here
 from ..base.here import lies_elsewhere, refuse
 from ..options import RpcBackendOptions
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, nobody, timeouts
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, cuda_driver, kept, nobody, timeouts
 from . import calls
 from .calls import sum_of
 from .engine import Engine
@@ -105,7 +105,7 @@ class ProcessGroup(_Group):
         try:
             run(self.engine, limit)
         except BaseException as error:
-            work.error = error
+            work.error = kept(error)
             self.engine.fail(error)
         finally:
             self.queue.give()

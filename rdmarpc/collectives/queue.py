@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..transport import NotSupported, TransferTimeout, fresh, nobody, timeouts
+from ..transport import NotSupported, TransferTimeout, fresh, kept, nobody, timeouts
 from .engine import aside
 
 stamps = itertools.count(1)
@@ -125,7 +125,7 @@ class Work(dist.Work):
         with self._lock:
             if give is not None and self._ended is None:
                 give()
-            self.error, self.over = error, True
+            self.error, self.over = None if error is None else kept(error), True  # its frames hold the group
             self.run = nobody  # what it holds may be large
             ended = self._ended
         if ended is None:

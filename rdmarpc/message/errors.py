@@ -116,7 +116,7 @@ def _dump(value: object) -> bytes:
 def tell(guard: Guard, error: BaseException, function: Any) -> None:
     """Log a function that failed, at the worker that ran it: a kind of failure is a type of exception and the function that was
     called, the outermost frame that is not ours."""
-    guard.note(error, f"a function that another worker called, {_where(error.__traceback__, function)},")
+    guard.note(error, f"a function that another worker called, {_where(error.__traceback__, function)},", ours=False)
 
 
 def _where(trace: TracebackType | None, function: Any) -> str:

@@ -46,6 +46,8 @@ def _by_owners(name: str) -> Callable[..., torch.Tensor]:
 
 for _name in ("write", "read"):
     _library.impl(f"{_name}_part", _by_owners(_name), "CompositeExplicitAutograd")
+_operators = [torch.ops.rdmarpc.write_part.default, torch.ops.rdmarpc.read_part.default]
+"""torch makes an operator's object at its first use; of two that two threads make it goes on with one that may be gone."""
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -66,6 +68,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     names = _names(state)
     content = {key: _content(value, names) for key, value in state.items()} | {_RNG: _generators()}
+    beside = _beside(state, content)
     try:
         draft.mkdir(parents=True)
         with _alone():
@@ -73,7 +76,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
         _swap(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    _remember(state, str(folder))
+    _remember(state, str(folder), beside)
 
 
 def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -101,11 +104,17 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
         else:
             state[key] = content[key]
     _set_generators(content[_RNG])
-    _remember(state, place)
+    _remember(state, place, _beside(state, content))
 
 
-def check_models(state: Mapping[str, Any], folder: str) -> None:
-    """Raises ``RuntimeError`` for what models have and the checkpoint has not, ``ValueError`` for tensors of other sizes."""
+Beside = dict[str, dict[str, torch.Tensor]]
+"""Of each model in a checkpoint: what it had and its ``state_dict`` has not (buffers that are not persistent, what its hooks
+leave out), by name, here."""
+
+
+def check_models(state: Mapping[str, Any], folder: str, beside: Beside) -> None:
+    """Raises ``RuntimeError`` for what models have and neither the checkpoint nor ``beside`` has, ``ValueError`` for tensors of
+    other sizes."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
@@ -113,12 +122,36 @@ def check_models(state: Mapping[str, Any], folder: str) -> None:
 
     models = {key: value.state_dict() for key, value in state.items() if isinstance(value, nn.Module)}
     create_default_local_load_plan(flatten_state_dict(models)[0], Reader(folder).read_metadata())
+    for key in beside.keys() & models.keys():
+        if unknown := [name for name, _ in _unsaved(state[key], models[key]) if name not in beside[key]]:
+            raise RuntimeError(f"{', '.join(unknown)} of {key!r} were not there when the checkpoint was saved or loaded")
+
+
+@torch.no_grad()
+def restore(state: Mapping[str, Any], beside: Beside) -> None:
+    for key in beside.keys() & state.keys():
+        for name, tensor in (*state[key].named_parameters(), *state[key].named_buffers()):
+            if name in beside[key]:
+                tensor.copy_(beside[key][name])
+
+
+def _beside(state: Mapping[str, Any], content: Mapping[str, Any]) -> Beside:
+    models = {key: value for key, value in state.items() if "_placement" in getattr(value, "__dict__", ())}
+    return {
+        key: {name: bring_home(tensor.detach()).clone() for name, tensor in _unsaved(model, content[key])}
+        for key, model in models.items()
+    }
+
+
+def _unsaved(model: nn.Module, content: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [(name, tensor) for name, tensor in named if name not in content and not nn.parameter.is_lazy(tensor)]
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, and a file that cannot be
-    written or read, are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
+    """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, a file that cannot be written
+    or read, and Ctrl-C are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
     from torch.distributed.checkpoint import CheckpointException
 
     from .owners import cause
@@ -253,7 +286,7 @@ def _swap(draft: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remember(state: dict[str, Any], folder: str) -> None:
+def _remember(state: dict[str, Any], folder: str, beside: Beside) -> None:
     for value in state.values():
         if "_placement" in getattr(value, "__dict__", ()):
-            value._placement.saved = (state, folder)
+            value._placement.saved = (state, folder, beside)

@@ -125,12 +125,12 @@ class Reader(FileSystemReader):
             return items if torch.ops.rdmarpc.read_part(tensors, at_place(_told(about), place)).item() else []
 
 
-def cause(error: BaseException | None) -> RdmaError | OSError | None:
-    """The lost worker, or the file that cannot be written or read, behind an error: of a full disk torch says that a position
-    is not the expected one."""
+def cause(error: BaseException | None) -> BaseException | None:
+    """The lost worker, the file that cannot be written or read, or Ctrl-C behind an error: of a full disk torch says that a
+    position is not the expected one."""
     while type(error) is RuntimeError:
         error = error.__cause__ or error.__context__
-    return error if isinstance(error, RdmaError | OSError) else None
+    return error if isinstance(error, RdmaError | OSError) or not isinstance(error, Exception) else None
 
 
 def _stamp(path: Path) -> list[int]:

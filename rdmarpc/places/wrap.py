@@ -19,7 +19,7 @@ from ..graph import Transfers
 from ..transport import NotSupported, RdmaError
 from . import observing
 from .batches import checked, forward_backward
-from .checkpoint import check_models, load_checkpoint
+from .checkpoint import Beside, check_models, load_checkpoint, restore
 from .geometry import geometry
 from .placement import Where, home, resolve
 from .recording import FirstSteps, unseen
@@ -118,9 +118,10 @@ def as_original(reduced: Any, kind: type[nn.Module], without: str) -> Any:
 
 
 class Placed:
-    """Of a wrapped model: where its modules are, and options. ``saved``: the state and folder of its last checkpoint."""
+    """Of a wrapped model: where its modules are, and options. ``saved``: the state and folder of its last checkpoint, and what
+    is not in the folder."""
 
-    saved: tuple[dict[str, Any], str] | None = None
+    saved: tuple[dict[str, Any], str, Beside] | None = None
 
     def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str, first: FirstSteps | None = None) -> None:
         self.places, self.chunks, self.outputs, self.first = places, chunks, outputs, first
@@ -178,10 +179,10 @@ class WrappedModel(Extension):
 
     def replace(self, lost: str, successor: str) -> dict[str, Any]:
         """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
-        models (without gradients), optimizers and generators, so that training goes on as after that checkpoint. Returns the
-        state of that call, with its plain data as they were saved. ``ValueError`` for workers that are not in the group or
-        have no part, ``NotSupported`` where there was no checkpoint, ``RuntimeError`` where it lacks what a model has now:
-        before anything has moved."""
+        models (without gradients; also buffers that are not persistent), optimizers and generators, so that training goes on
+        as after that checkpoint. Returns the state of that call, with its plain data as they were saved. ``ValueError`` for
+        workers that are not in the group or have no part, ``NotSupported`` where there was no checkpoint, ``RuntimeError``
+        where a model has what it had not then: before anything has moved."""
         placed, agent = self._placement, _agent.current()
         if placed.saved is None:
             why = "there is no checkpoint of this model"
@@ -190,12 +191,12 @@ class WrappedModel(Extension):
             raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one without")
         if successor not in agent.worker_names():
             raise ValueError(f"worker {successor!r} is not in this group")
-        state, folder = placed.saved
+        state, folder, beside = placed.saved
         for stream in streams():
             with suppress(RdmaError):  # what was to come from the lost worker: others still have to tell
                 stream.synchronize()
         with suppress(RdmaError):  # hooks of ``state_dict`` may ask the lost worker
-            check_models(state, folder)
+            check_models(state, folder, beside)
         for value in state.values():
             if isinstance(value, nn.Module):
                 value.zero_grad()  # of the step that is given up, whose other gradients are lost
@@ -209,6 +210,7 @@ class WrappedModel(Extension):
         for each in placed.places.values():
             each[:] = [(successor if worker == lost else worker, device) for worker, device in each]
         placed.first = placed.first and FirstSteps(self)  # other things cross
+        restore(state, beside)
         load_checkpoint(state, folder)
         return state
 

@@ -48,7 +48,7 @@ KINDS = (
     "again",
 )
 SLOW_S = 0.5
-_RANK = re.compile(r"worker(\d+)")
+_RANK = re.compile(r"\b(?:worker|rank )(\d+)")
 
 
 def ranks_in(text: str) -> list[int]:
@@ -108,7 +108,7 @@ class Diary:
         import rdmarpc as rpc
 
         text = str(error)
-        named = ranks_in(getattr(error, "peer", "") or text.split("Traceback")[0])
+        named = ranks_in(getattr(error, "peer", "")) or ranks_in(text.split("Traceback")[0])
         if isinstance(error, rpc.PeerLost):
             self.lost.update(rank for rank in named if rank != self.rank)
         where = "".join(traceback.format_tb(error.__traceback__)[-3:])

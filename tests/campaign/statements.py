@@ -1,5 +1,6 @@
-"""Workload ``statements``: the first and the last worker run drawn programs of users' statements (``mixed_programs``) over the
-others, beside what each program gives in one process. Who has lost a server runs the next ones over the other server.
+"""Workloads of drawn programs: the first and the last worker run programs of users' statements (``mixed_programs`` and others)
+over the others, beside what each program gives in one process. Who has lost a server replaces it in its model, if that has a
+checkpoint, and runs the next programs over the other server.
 
 After ``shutdown`` every worker uses what it has of that life, which has to say so, and those that are left meet once more."""
 
@@ -17,42 +18,66 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import callers
+import distributed_programs
 import drawn_programs
 import judge
 import mixed_calls
 import mixed_programs
+import served_programs
 import torch
+import wrapped_programs
 from torch import nn
 
 import rdmarpc as rpc
 
 from .board import LEAVING, WORKING
-from .diary import KINDS, Wrong, same
+from .diary import KINDS, Wrong, ranks_in, same
 from .raw import meet
 from .workloads import Scene, calls, name_of
 
+KINDS_OF_PROGRAMS: dict[str, tuple[Any, str]] = {
+    "statements": (mixed_programs, "mixed"),
+    "served": (served_programs, "served"),
+    "wrapped": (wrapped_programs, "wrapped"),
+    "distributed": (distributed_programs, "distributed"),
+}
+"""Where each workload's programs come from, and how ``callers`` places their models."""
 PROGRAMS, SERVERS = 3, (1, 2)
 _SHUTDOWN_S, _MEET_S, _USED_S = 20.0, 5.0, 3.0
 _LEFT_OUT = re.compile(r"default_dtype|deterministic\(\)|detect_anomaly|inference_mode[\s\S]*load_(?:checkpoint|state_dict)")
 """Flags of torch, which are one for all callers of a worker; states that one process could not step after that."""
+_ATTEMPTS = mixed_calls.attempts
 _OURS = re.compile(r'File "[^"]*/(?:rdmarpc|transport|graph)/')
 _OF_PROGRAMS = ("a method", "a function")
 _PLAIN = (AttributeError, LookupError, AssertionError, NameError, TypeError)
 _NAMES_THE_END = re.compile(r"shut down|init_rpc|Need to initialize|has been deleted")
 
 
-class Program(NamedTuple):
-    """``alone``: what it gives in one process."""
+_DOES = re.compile(r"^    trainer\.does\((\w+), .*\)$", re.MULTILINE)
+_NOTHING_ELSE = ("trains", "trains_twice", "trains_and_clears_late", "trains_on_micro_batches")
+"""Statements after which a checkpoint is all that there is to go back to."""
 
+
+class Program(NamedTuple):
     seed: int
     text: str
-    alone: judge.Outcome
+
+
+class Replaced(NamedTuple):
+    """In a program: the statement in which a worker was lost, and that worker."""
+
+    number: int
+    lost: str
+    error: Exception
 
 
 def live(scene: Scene, chance: random.Random) -> None:
     trial, diary, rank = scene.trial, scene.diary, scene.rank
     everybody, joined = range(trial.size), False
-    mine = [] if rank in SERVERS else [_alone(scene, seed) for seed in itertools.islice(_seeds(scene, chance), PROGRAMS)]
+    mine = [] if rank in SERVERS else list(itertools.islice(_programs(scene, chance), PROGRAMS))
+    for program in mine:
+        _alone(scene, program.text)
     mixed_calls.rpc = rpc
     with diary.doing("init", *everybody):
         options = rpc.RpcBackendOptions(**scene.options)
@@ -96,52 +121,87 @@ def _others(scene: Scene) -> None:
 # -- programs
 
 
-def _source(scene: Scene, seed: int) -> str:
-    return mixed_programs.source(mixed_programs.recipe(seed)).replace("worker0", name_of(scene.rank))
-
-
-def _seeds(scene: Scene, chance: random.Random) -> Iterator[int]:
+def _programs(scene: Scene, chance: random.Random) -> Iterator[Program]:
+    drawn, me = KINDS_OF_PROGRAMS[scene.trial.workload][0], name_of(scene.rank)
+    named = {"worker0": me, me: "worker0"}
     while True:
         seed = chance.randrange(10**6)
-        if not _LEFT_OUT.search(_source(scene, seed)):
-            yield seed
+        text = drawn.source(drawn.recipe(seed))
+        if not _LEFT_OUT.search(text):
+            text = re.sub(r"worker\d", lambda found: named.get(found[0], found[0]), text)
+            yield Program(seed, _replaceable(text) if scene.trial.workload == "wrapped" else text)
 
 
-def _alone(scene: Scene, seed: int) -> Program:
-    me, text = name_of(scene.rank), _source(scene, seed)
-    mixed_calls._Here.worker, mixed_calls.rpc = me, mixed_calls.Alone(me)
-    return Program(seed, text, judge.outcome(drawn_programs.loaded(text).program, lambda net, _: net))
+def _replaceable(text: str) -> str:
+    """With a checkpoint at its beginning, and more steps."""
+    text = _DOES.sub(lambda found: f"{found[0]}\n    trainer.does(trains, {found.start()}, 0.5)", text)
+    return text.replace("    trainer.does(", "    trainer.does(saves_a_checkpoint, 0, 0.5)\n    trainer.does(", 1)
+
+
+_known: dict[str, judge.Outcome] = {}
+
+
+def _alone(scene: Scene, text: str) -> judge.Outcome:
+    """What it gives in one process."""
+    if text not in _known:
+        me = name_of(scene.rank)
+        mixed_calls._Here.worker, mixed_calls.rpc, mixed_calls.attempts = me, mixed_calls.Alone(me), _ATTEMPTS
+        _known[text] = judge.outcome(drawn_programs.loaded(text).program, callers.identity)
+    return _known[text]
+
+
+def _over_who_is_left(scene: Scene, text: str) -> str:
+    alive = scene.alive()
+    left = next(rank for rank in SERVERS if rank in alive)
+    for rank in {*range(scene.trial.size)} - {*alive}:
+        text = text.replace(name_of(rank), name_of(left))
+    return re.sub(r"\['(\w+)', '\1'\]", r"['\1']", text)
 
 
 def _run(scene: Scene, program: Program) -> None:
-    """It does what it does alone, up to the first statement that a fault ended."""
-    diary, text, alive = scene.diary, program.text, scene.alive()
-    left = next(rank for rank in SERVERS if rank in alive)
-    for rank in {*SERVERS} - {*alive}:
-        text = text.replace(name_of(rank), name_of(left))
-    text = re.sub(r"\['(\w+)', '\1'\]", r"['\1']", text)
-    touched = sorted({scene.rank, *(rank for rank in SERVERS if name_of(rank) in text)})
-    watch, found = _Watch(scene, touched), None
-    mixed_calls.attempts = watch.attempts  # type: ignore[assignment]
+    """It does what it does alone, up to the first statement that a fault ended, or from the checkpoint on."""
+    diary, text = scene.diary, _over_who_is_left(scene, program.text)
+    alone = _alone(scene, text)
+    touched = sorted({scene.rank, *(rank for rank in range(scene.trial.size) if name_of(rank) in text)})
+    watch, found = _Watch(scene, touched, text), None
+    mixed_calls.rpc, mixed_calls.attempts = rpc, watch.attempts  # type: ignore[assignment]
     diary.write("program", seed=program.seed, workers=touched)
     with diary.doing("program", *touched):
-        found = judge.outcome(drawn_programs.loaded(text).program, lambda net, placement: rpc.wrap(net, dict(placement)))
+        module = drawn_programs.loaded(watch.text)
+        module.__dict__["replaced"] = watch.replaces
+        found = judge.outcome(module.program, callers.TARGETS[KINDS_OF_PROGRAMS[scene.trial.workload][1]][0])
         if _by_fault(found.error):
             watch.deviates = True
             assert found.error is not None
             raise found.error
+    for rank in {*scene.alive()} - {scene.rank}:  # what was to come from a lost worker is told late
+        with contextlib.suppress(rpc.RdmaError):
+            torch.ones((), device=rpc.device(name_of(rank))).item()
     if found is None:
         return
+    if watch.replaced is not None:
+        diary.write("replaced", seed=program.seed, number=watch.replaced.number, lost=watch.replaced.lost)
+        alone = _alone(scene, _replacing(text, watch.replaced))
     if watch.deviates:
-        verdict = judge.worst_of(program.alone.seen, found.seen)
+        verdict = judge.worst_of(alone.seen, found.seen)
         wrong = verdict.kind == "WRONG" and "kept" not in verdict.detail
     else:
-        verdict = judge.compared(program.alone, found)
+        verdict = judge.compared(alone, found)
         wrong = verdict.kind not in (*judge.GOOD, "refused", "rounded", "metadata")
     if wrong:
         notes = [note for _, kept in found.seen for _, value in kept for note in getattr(value, "__notes__", [])]
-        text = f"program {program.seed}: {verdict.kind}: {verdict.detail}: {notes}"
+        text = f"program {program.seed}: {watch.replaced}: {verdict.kind}: {verdict.detail}: {notes}"
         diary.write("wrong", kind="program", touched=touched, text=text)
+
+
+def _replacing(text: str, replaced: Replaced) -> str:
+    """That statement does nothing, and the program goes on from its checkpoint."""
+    numbers = itertools.count(1)
+
+    def done(found: re.Match[str]) -> str:
+        return found[0] if next(numbers) != replaced.number else f"    trainer.replaces({replaced.lost!r})"
+
+    return _DOES.sub(done, text)
 
 
 def _by_fault(error: BaseException | None) -> bool:
@@ -155,8 +215,30 @@ def _by_fault(error: BaseException | None) -> bool:
 class _Watch:
     """What becomes of the statements of one run. ``deviates``: one was ended by a fault, so later ones have other values."""
 
-    def __init__(self, scene: Scene, touched: list[int]) -> None:
+    def __init__(self, scene: Scene, touched: list[int], text: str) -> None:
         self._scene, self._touched, self.deviates = scene, touched, False
+        self._names = _DOES.findall(text) if scene.trial.workload == "wrapped" and "Rare" not in text else []
+        numbers = itertools.count(1)
+        self.text = _DOES.sub(lambda found: f"{found[0]}; replaced(trainer, {next(numbers)})", text) if self._names else text
+        self.replaced: Replaced | None = None
+        self._lost: Replaced | None = None
+
+    def replaces(self, trainer: Any, number: int) -> None:
+        """After that statement: the worker that was lost in it, if so."""
+        lost, self._lost = self._lost, None
+        if lost is None:
+            return
+        if trainer.spare(lost.lost) is None:
+            raise lost.error
+        trainer.replaces(lost.lost)
+        self.replaced = lost
+
+    def _replaceable(self, number: int, error: Exception) -> bool:
+        names = self._names[number - 1 : number] if not self.deviates and self.replaced is None else []
+        lost = [name_of(rank) for rank in SERVERS if rank in ranks_in(getattr(error, "peer", ""))]
+        if isinstance(error, rpc.PeerLost) and lost and set(names) & set(_NOTHING_ELSE):
+            self._lost = Replaced(number, lost[0], error)
+        return self._lost is not None
 
     def attempts(self, keep: Callable[[str, Any], None]) -> Callable[[int], Any]:
         """As ``mixed_calls.attempts``."""
@@ -168,6 +250,8 @@ class _Watch:
                 try:
                     yield
                 except (Exception, KeyboardInterrupt) as raised:
+                    if isinstance(raised, Exception) and self._replaceable(number, raised):
+                        raise
                     error = raised
                     if self._ended(raised):
                         raise
@@ -265,7 +349,7 @@ def _used_after(scene: Scene, what: str, use: Callable[[], Any]) -> None:
 
 def _again(scene: Scene) -> None:
     """Another life, of all whose processes are left and connected."""
-    dead = {fault.victim for fault in scene.trial.faults if fault.kind in ("kill", "stop", "exit", "raise", "sleeper", "cut")}
+    dead = scene.trial.dead
     ranks = [rank for rank in range(scene.trial.size) if rank not in dead]
     if scene.rank in dead or len(ranks) < 2:
         return

@@ -19,6 +19,10 @@ FAULTS = (
     Trial(3, "autograd", "tcp", 3, (Fault("stop", 1, "work", 0.2, 0.0, 0),)),
     Trial(4, "channels", "shm", 3, (Fault("pause", 1, "work", 0.2, 0.6, 0),)),
     Trial(10, "statements", "tcp", 4, (Fault("kill", 1, "work", 0.3, 0.0, 0), Fault("interrupt", 0, "work", 0.4, 0.0, 1))),
+    Trial(11, "wrapped", "shm", 4, (Fault("kill", 1, "work", 0.6, 0.0, 0),)),
+    Trial(12, "served", "tcp", 4, (Fault("descriptors", 0, "work", 0.3, 0.7, 1),)),
+    Trial(13, "distributed", "shm", 4, (Fault("interrupt", 0, "work", 0.4, 0.0, 1),)),
+    Trial(14, "collective", "shm", 3, (Fault("kill", 1, "work", 0.4, 0.0, 0),)),
     Trial(5, "groups", "auto", 3, (Fault("gil", 0, "work", 0.2, 1.0, 1),)),
 )
 

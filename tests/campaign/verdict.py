@@ -18,6 +18,7 @@ _MEMORY_MIB = 200
 _DESCRIPTORS = 2
 _IN_CALLBACK = re.compile(r"running the callback: (PeerLost|ArenaFull)\b")
 """How torch wraps what a callback of a future raises."""
+_AFTER_A_LOSS = re.compile(r"has left the group|before it had joined|group was destroyed")
 _PRINTED = re.compile(r"^(?:Exception ignored in|Exception in thread rdmarpc|Fatal Python error).*", re.MULTILINE)
 
 
@@ -78,6 +79,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "" if kind not in ("init", "shutdown") else "these need no memory of messages"
     if any(fault.kind == "descriptors" for fault in trial.faults) and _out_of_descriptors(trial, entry):
         return ""
+    if trial.workload == "collective" and _given_up(trial, entry):
+        return ""
     if entry["kind"] in ("end", "liar"):
         return ""  # what closes then says is known already
     lethal = [fault for fault, (began, _) in zip(trial.faults, times) if fault.lethal and 0 < began <= entry["at"]]
@@ -90,6 +93,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "nothing had happened"
     if _says(entry, "CLOSED") and "PeerLost" in entry["text"] + entry["type"]:
         return ""  # who heard of the loss first has left
+    if trial.workload == "collective" and _AFTER_A_LOSS.search(entry["text"]):
+        return ""  # because of that
     if "this tensor was not computed" in entry["text"]:
         return ""  # what follows from the loss
     if _says(entry, "RAISED") and any(fault.kind == "socket" for fault in lethal):
@@ -112,6 +117,12 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
     if not set(entry["named"]) & victims:
         return f"it names {entry['named']}, lost was {sorted(victims)}"
     return ""
+
+
+def _given_up(trial: Trial, entry: Entry) -> bool:
+    """A collective that a member has given up, by name."""
+    victims = {fault.victim for fault in trial.faults if fault.kind == "interrupt"}
+    return "RdmaError" in _classes(entry) and bool(victims & {entry["rank"], *ranks_in(entry["text"])})
 
 
 def _says(entry: Entry, status: str) -> bool:
@@ -152,6 +163,7 @@ def _disturbed(trial: Trial, entry: Entry, times: Times, lag: float) -> str:
         "shutdown",
         "leave",
         "connect",
+        "program",
     ):
         return ""
     if any(fault.kind in ("delay", "arena", "callbacks") for fault in trial.faults):

@@ -18,7 +18,7 @@ from typing import Any
 
 from .board import DONE, JOINING, LEAVING, WORKING, Board
 from .diary import Diary
-from .trial import PEER_TIMEOUT_S, Trial
+from .trial import PEER_TIMEOUT_S, PROGRAMS, Trial
 
 RPC_TIMEOUT_S = 20.0
 """Longer than anybody may hang."""
@@ -59,12 +59,12 @@ def main(trial: Trial, rank: int, folder: str, namespace: int) -> None:
 def _life(trial: Trial, rank: int, place: Path, diary: Diary) -> None:
     import torch
 
+    from . import collective
     from .faults import Saboteur
     from .statements import live
     from .workloads import Scene
 
     torch.set_num_threads(1)
-    before = _count(place)
     options: dict[str, Any] = {
         "init_method": f"file://{place}/store",
         "rpc_timeout": INIT_TIMEOUT_S if any(fault.phase == "init" for fault in trial.faults) else RPC_TIMEOUT_S,
@@ -74,18 +74,19 @@ def _life(trial: Trial, rank: int, place: Path, diary: Diary) -> None:
     }
     if any(fault.kind == "arena" for fault in trial.faults):
         options |= {"arena_limit": (12 + 4 * trial.size) << 20, "rpc_timeout": FULL_TIMEOUT_S}
-    scene = Scene(trial, rank, diary, place, options)
+    scene = Scene(trial, rank, diary, place, options, count(place))
     saboteur = Saboteur(scene)
     saboteur.start()
     body: Callable[[Any, random.Random], None] = {
         "channels": _channels,
         "groups": _groups,
         "tampered": _tampered,
-        "statements": live,
+        **dict.fromkeys(PROGRAMS, live),
+        "collective": collective.live,
     }.get(trial.workload, _calls)
     body(scene, random.Random(1000 * trial.number + rank))
     saboteur.join()
-    _left_over(diary, before, place)
+    _left_over(diary, scene.before, place)
 
 
 def _work(scene: Any, step: Callable[[random.Random], None], threads: int) -> None:
@@ -192,7 +193,7 @@ def _tampered(scene: Any, chance: random.Random) -> None:
 # -- what is left
 
 
-def _count(place: Path) -> dict[str, int]:
+def count(place: Path) -> dict[str, int]:
     """Descriptors of this process, and its own memory in MiB."""
     found = {"descriptors": 0}
     for entry in Path("/proc/self/fd").iterdir():
@@ -213,7 +214,7 @@ def _left_over(diary: Diary, before: dict[str, int], place: Path) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         threads = sorted(t.name for t in threading.enumerate() if t.name.startswith(("rdmarpc", "campaign")))
-        after = _count(place)
+        after = count(place)
         if (not threads and after["descriptors"] <= before["descriptors"]) or time.monotonic() > limit:
             break
         time.sleep(0.05)
@@ -223,4 +224,5 @@ def _left_over(diary: Diary, before: dict[str, int], place: Path) -> None:
             targets.append(f"{entry.name}:{entry.readlink()}")
         except OSError:
             continue
-    diary.write("left", before=before, after=after, threads=threads, open=sorted(targets))
+    others = {t.name: traceback.format_stack(sys._current_frames()[t.ident])[-4:] for t in threading.enumerate() if t.ident}
+    diary.write("left", before=before, after=after, threads=threads, open=sorted(targets), others=others)

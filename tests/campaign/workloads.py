@@ -23,13 +23,15 @@ from .trial import Trial
 
 @dataclass
 class Scene:
-    """Where a worker is: its trial, its rank, its diary. ``folder``: of the trial. ``options``: of ``init_rpc``."""
+    """Where a worker is: its trial, its rank, its diary. ``folder``: of the trial. ``options``: of ``init_rpc``.
+    ``before``: descriptors and memory before it had any of ours."""
 
     trial: Trial
     rank: int
     diary: Diary
     folder: Path
     options: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
 
     @property
     def going(self) -> bool:

@@ -1,4 +1,4 @@
-"""A model and its training, for tests of checkpoints: a buffer, a state that is no tensor, random numbers, a schedule."""
+"""A model and its training, for tests of checkpoints: buffers, a state that is no tensor, random numbers, a schedule."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import rdmarpc as rpc
 
 
 class Counted(nn.Module):
-    """Has a buffer, a state that is no tensor, and draws random numbers."""
+    """Has buffers, one of which is in no checkpoint, a state that is no tensor, and draws random numbers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer, self.norm, self.calls = nn.Linear(width, width), nn.BatchNorm1d(width), 0
+        self.register_buffer("angles", torch.linspace(0.5, 1.5, width), persistent=False)
 
     def forward(self, x):
         self.calls += 1
-        return nn.functional.dropout(torch.relu(self.norm(self.layer(x))), 0.3, self.training)
+        return nn.functional.dropout(torch.relu(self.norm(self.layer(x) * self.angles)), 0.3, self.training)
 
     def get_extra_state(self) -> Any:
         return {"calls": self.calls}

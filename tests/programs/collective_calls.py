@@ -42,6 +42,9 @@ class Config:
 class World:
     """What a program has in its hands: the groups, its data, and what it has seen."""
 
+    options: Any = None
+    """Of this backend."""
+
     def __init__(self, backend: str, rank: int, size: int, folder: str, keep: Callable[[str, Any], None]) -> None:
         self.backend, self.rank, self.size, self.folder, self._keep = backend, rank, size, folder, keep
         self.own, self.common = torch.Generator(), torch.Generator()
@@ -52,7 +55,8 @@ class World:
     def begin(self) -> None:
         self._times += 1
         store, limit = dist.FileStore(f"{self.folder}/{self.backend}{self._times}", -1), LIMITS[self.backend]
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
+        ours = {"pg_options": self.options} if self.options is not None and self.backend == "rdmarpc" else {}
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit, **ours)
         every = list(range(self.size))
         self.ranks = [every, every, [0, self.size - 1], [self.size - 1], [1, 0]]
         made = [None, *(dist.new_group(ranks, timeout=limit) for ranks in self.ranks[1:])]

@@ -37,6 +37,7 @@ def source(made: Recipe) -> str:
         "from distributed_statements import *",
         "",
         "def program(place, keep):",
+        f"    WORKERS[:] = {['worker1', 'worker2']}",
         f"    torch.manual_seed({made.seed})",
         f"    kind, options = torch.optim.{made.optimizer}",
         f"    session = Session(keep, {list(made.nets)}, kind, options)",

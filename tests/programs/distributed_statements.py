@@ -17,6 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WORKERS = ["worker1", "worker2"]
+"""Set by programs."""
+
+_building = threading.Lock()
 
 Statement = Callable[["Session"], Any]
 STATEMENTS: dict[str, Statement] = {}
@@ -64,7 +67,7 @@ class Session(Doing):
 
     @property
     def other(self) -> str:
-        return WORKERS[self.seed % 2]
+        return WORKERS[self.seed % len(WORKERS)]
 
     def batch(self, number: int = 0) -> torch.Tensor:
         return torch.randn(4, 5, generator=torch.Generator().manual_seed(self.seed + number)).to(self.dtype)
@@ -108,7 +111,7 @@ class Session(Doing):
 
 
 def built(name: str, seed: int, before: Any = None) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with _building, torch.random.fork_rng(devices=[]):  # of several callers
         torch.manual_seed(seed)
         return Relay(before) if name == "Relay" else getattr(served_nets, name)()
 
@@ -299,25 +302,36 @@ def trains_in_threads(session: Session) -> Any:
     x, y = session.batch(), session.classes()
 
     def run(number: int) -> None:
-        with session.rpc.autograd.context() as context:
-            loss = F.cross_entropy(session.forward(net, x * (number + 1)), y)
-            session.rpc.autograd.backward(context, [loss])
+        try:
+            with session.rpc.autograd.context() as context:
+                loss = F.cross_entropy(session.forward(net, x * (number + 1)), y)
+                session.rpc.autograd.backward(context, [loss])
+                ready.release()
+                losses[number] = loss.detach(), context
+                steps[number].acquire()
+                session.optimizer.step(context)
+        except Exception as error:
+            raised.append(error)
             ready.release()
-            losses[number] = loss.detach(), context
-            steps[number].acquire()
-            session.optimizer.step(context)
-            done.release()
+        done.release()
 
+    raised: list[Exception] = []
     steps, done = [threading.Semaphore(0), threading.Semaphore(0)], threading.Semaphore(0)
     threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-        ready.acquire(timeout=20)
-    for step in steps:
-        step.release()
-        done.acquire(timeout=20)
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+            ready.acquire(timeout=20)
+        for step in steps:
+            step.release()
+            done.acquire(timeout=20)
+        for thread in threads:
+            thread.join()
+    finally:
+        for step in steps:
+            step.release()
+    if raised:
+        raise raised[0]
     return [loss for loss, _ in losses]
 
 

@@ -12,7 +12,7 @@ from wrapped_statements import COMMON, STATEMENTS
 EXCLUDED = EXCLUDES | {
     "wraps_as_proposed": ("normed",),  # which torch does not copy
     "converts": ("Complex",),
-    "swaps_on_conversion": ("Complex",),
+    "swaps_on_conversion": ("Complex", "normed"),
 }
 
 __all__ = ["recipe", "smaller", "source"]
@@ -44,6 +44,7 @@ def source(made: Recipe) -> str:
         "from wrapped_statements import *",
         "",
         "def program(place, keep):",
+        f"    WORKERS[:] = {['worker0', 'worker1', 'worker2', 'worker3']}",
         f"    torch.manual_seed({made.seed})",
         f"    kind, options = torch.optim.{made.optimizer}",
         f"    trainer = Wrapped(place, {made.net}(), kind, options, keep, {made.early}, {made.seed})",

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
 
-PLACES = ["worker1", "worker1", "worker2", "worker2", "worker0"]
-SPARE = ["worker1", "worker2", "worker3"]
+WORKERS = ["worker0", "worker1", "worker2", "worker3"]
+"""Set by programs: where they run, two that have parts, and a spare one."""
 SPLIT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.GELU, nn.ReLU, nn.Tanh, nn.Sequential, nn.BatchNorm1d)
 """Parts that may get replicas: a batch in, a batch out."""
 
@@ -51,12 +51,14 @@ class Shards:
 
 def placement_of(net: nn.Module, seed: int) -> dict[str, Any]:
     dice = random.Random(seed)
-    found: dict[str, Any] = {"": dice.choice(PLACES)} if dice.random() < 0.5 else {}
+    here, one, two, _ = WORKERS
+    places, each = [one, one, two, two, here], list(dict.fromkeys([here, one, two]))
+    found: dict[str, Any] = {"": dice.choice(places)} if dice.random() < 0.5 else {}
     for path, part in net.named_modules():
         if path and "parametrizations" not in path and dice.random() < 0.4:
-            found[path] = dice.choice(PLACES)
+            found[path] = dice.choice(places)
             if isinstance(part, SPLIT) and dice.random() < 0.15:
-                found[path] = dice.sample(["worker0", "worker1", "worker2"], dice.randint(2, 3))
+                found[path] = dice.sample(each, min(dice.randint(2, 3), len(each)))
     return found
 
 
@@ -137,11 +139,15 @@ class Wrapped(Trainer):
         names = self._names()
         if any(None in group for group in names[1]):
             return
-        self.saved = self.net, self.optimizer, names, self._saved()
+        self.saved = self.net, self.optimizer, names, self._saved(), self._beside()
+
+    def _beside(self) -> dict[str, torch.Tensor]:
+        saved = self.net.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in self.net.named_buffers() if name not in saved}
 
     def _saved(self) -> Any:
         if self.placed:
-            folder = tempfile.TemporaryDirectory()
+            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             rpc.save_checkpoint({"model": self.net, "optimizer": self.optimizer, "step": self.seed}, folder.name)
             return folder
         generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -172,6 +178,32 @@ class Wrapped(Trainer):
         np.random.set_state(generators[2])
         return step
 
+    def goes_back(self) -> Any:
+        """As ``replace`` does."""
+        self.net.zero_grad()
+        buffers = dict(self.net.named_buffers())
+        with torch.no_grad():
+            for name, value in self.saved[4].items():
+                buffers[name].copy_(value)
+        return self.loads()
+
+    def spare(self, lost: str) -> str | None:
+        """Who can have what lies at that worker, if one can."""
+        workers = self.net._placement.workers if self.can_load and self.wrapped else []
+        return next((each for each in WORKERS[1:] if each not in (lost, *workers)), None) if lost in workers else None
+
+    def replaces(self, lost: str) -> None:
+        """A worker that was lost in this statement, which did nothing else."""
+        spare = self.spare(lost) if self.placed else None
+        left = next(each for each in WORKERS[1:] if each != lost)
+        WORKERS[:] = [left if each == lost else each for each in WORKERS]
+        if spare is not None:
+            self.net.replace(lost, spare)
+            return
+        self._number += 1
+        self.keep(f"write {self._number}", None)
+        self.goes_back()
+
 
 def criterion(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out.float(), y)
@@ -189,7 +221,7 @@ def wraps_again(trainer: Wrapped) -> None:
 @statement
 def wraps_as_proposed(trainer: Wrapped) -> None:
     order = {} if trainer.hooks or trainer.share < 0.5 else {"inputs": (trainer.batch(),)}  # a copy is called
-    trainer.places(rpc.auto_placement(trainer.net, ["worker1", "worker2"], **order) if trainer.placed else {})
+    trainer.places(rpc.auto_placement(trainer.net, WORKERS[1:3], **order) if trainer.placed else {})
 
 
 @statement
@@ -209,14 +241,14 @@ def goes_home_and_back(trainer: Wrapped) -> Any:
 def moves_all_to_a_worker(trainer: Wrapped) -> None:
     """As on CUDA."""
     if trainer.placed:
-        trainer.net.to(rpc.device("worker1"))
+        trainer.net.to(rpc.device(WORKERS[1]))
 
 
 @statement
 def moves_a_part(trainer: Wrapped) -> None:
     parts = list(trainer.net.children())
     if trainer.placed and parts:
-        parts[int(trainer.share * len(parts))].to(rpc.device("worker2"))
+        parts[int(trainer.share * len(parts))].to(rpc.device(WORKERS[2]))
 
 
 @statement
@@ -442,7 +474,7 @@ def exchanges_a_layer(trainer: Wrapped) -> None:
     setattr(module, name, made)
     trainer.optimizer.add_param_group({"params": list(made.parameters()), "lr": 0.02})
     if trainer.placed and trainer.seed % 3 == 0:
-        made.to(rpc.device("worker2"))
+        made.to(rpc.device(WORKERS[2]))
 
 
 @statement
@@ -623,12 +655,11 @@ def replaces_a_worker(trainer: Wrapped) -> Any:
     if not trainer.can_load:
         return None
     workers = trainer.net._placement.workers if trainer.wrapped else []
-    spare = [worker for worker in SPARE if worker not in workers]
-    lost = [worker for worker in SPARE if worker in workers]
+    spare = [worker for worker in WORKERS[1:] if worker not in workers]
+    lost = [worker for worker in WORKERS[1:] if worker in workers]
     if spare and lost:
         return trainer.net.replace(lost[0], spare[0])["step"]
-    trainer.net.zero_grad()
-    return trainer.loads()
+    return trainer.goes_back()
 
 
 @statement
@@ -692,8 +723,8 @@ def given(trainer: Wrapped) -> torch.Tensor:
     """A batch as programs have them: at a worker, strided, a view, of one row."""
     x = trainer.batch()
     kinds: list[Callable[[], torch.Tensor]] = [
-        lambda: x.to(rpc.device("worker1")) if trainer.placed else x,
-        lambda: x.to(rpc.device("worker3"), copy=True) if trainer.placed else x.clone(),
+        lambda: x.to(rpc.device(WORKERS[1])) if trainer.placed else x,
+        lambda: x.to(rpc.device(WORKERS[3]), copy=True) if trainer.placed else x.clone(),
         lambda: x.t().contiguous().t(),
         lambda: torch.cat([x, x])[::2],
         lambda: x[:2].expand(2, 5),
@@ -905,7 +936,7 @@ def trains_two_models(trainer: Wrapped) -> Any:
     critic = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 1)).to(trainer.parameters[-1].dtype)
     critic.shared = shared
     if trainer.placed and trainer.share < 0.6:
-        critic = rpc.wrap(critic, {"0": "worker3", "2": "worker2"})
+        critic = rpc.wrap(critic, {"0": WORKERS[3], "2": WORKERS[2]})
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.05)
     out = trainer.net(trainer.batch())
     loss = critic(out.to(next(critic.parameters()).dtype)).float().mean()

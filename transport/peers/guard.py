@@ -29,8 +29,8 @@ _OTHERS = "one of many things", BaseException
 
 
 class Guard:
-    """Logs the unexpected errors of one thread or device: the first of a kind with its traceback, then the count each time it
-    has grown tenfold. Any thread; raises nothing."""
+    """Logs the unexpected errors of one thread or device: the first of a kind with its traceback, or, where the system had too
+    little of something, with a hint; then the count each time it has grown tenfold. Any thread; raises nothing."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -39,9 +39,9 @@ class Guard:
         self.total = 0
         """How many errors were noted."""
 
-    def note(self, error: BaseException, doing: str) -> None:
+    def note(self, error: BaseException, doing: str, *, ours: bool = True) -> None:
         """Log an error. ``doing`` names the action that failed; with the error's type it is the kind, so it must not contain
-        values that vary."""
+        values that vary. ``ours``: not of a user's function, whose traceback is always of use."""
         kind: tuple[str, type[BaseException]] = doing, type(error)
         with self._lock:
             self.total += 1
@@ -49,7 +49,9 @@ class Guard:
                 kind = _OTHERS
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count == 1:
-            _log.error("%s: %s failed; it goes on", self._who, kind[0], exc_info=error)
+            hint = hint_for(error) if ours else ""
+            lacks = f": {error} ({hint})" if hint else ""
+            _log.error("%s: %s failed; it goes on%s", self._who, kind[0], lacks, exc_info=None if hint else error)
         elif count == 10 ** (len(str(count)) - 1):
             _log.error("%s: %s failed %d times, the last time with %r", self._who, kind[0], count, error)
 

@@ -168,6 +168,22 @@ def _dropped(meeting: Meeting) -> int:
     return len(held)
 
 
+def fail(meeting: Meeting) -> None:
+    _join(meeting, 2, RDMARPC_COLLECTIVES_DEVICE="shm")
+    x = torch.zeros(1000)
+    both = [torch.empty_like(x) for _ in range(2)]
+    work = dist.all_reduce(x, async_op=True) if meeting.rank else dist.all_gather(both, x, async_op=True)
+    with pytest.raises(RuntimeError):
+        work.wait()
+    del work
+    dist.destroy_process_group()
+    eventually(lambda: (gc.collect(), _shared() == 0)[1])
+
+
+def test_nothing_is_kept_of_groups_that_failed():
+    results(run_group(fail, 2, dynamic=True))
+
+
 def test_nothing_is_kept_of_calls_that_nobody_waits_for():
     """Messages kept their tensors; so did a coalescing manager whose body had raised, which went on to collect calls."""
     assert min(results(run_group(_dropped, 2, dynamic=True, timeout=100))) > 80

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import resource
+import subprocess
+import sys
 import tempfile
 import types
 from pathlib import Path
@@ -21,6 +23,13 @@ from torch import nn
 import rdmarpc as rpc
 from rdmarpc import places
 from rdmarpc.places import owners
+
+
+class GivenUp:
+    """By Ctrl-C, as it is written."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
 
 
 def training(folder: str) -> None:
@@ -51,6 +60,8 @@ def training(folder: str) -> None:
         rpc.load_checkpoint(fewer, str(Path(folder) / "groups"))
     with pytest.raises(ValueError, match="no model in the state has"):
         rpc.save_checkpoint({"optimizer": again["optimizer"]}, str(Path(folder) / "alone"))
+    with pytest.raises(KeyboardInterrupt):
+        rpc.save_checkpoint({**again, "step": GivenUp()}, place)  # the last one stays
     with pytest.raises(Exception, match=r"nowhere|metadata"):
         rpc.load_checkpoint(again, str(Path(folder) / "nowhere"))
     (Path(folder) / "file").touch()
@@ -85,6 +96,10 @@ def training(folder: str) -> None:
         again["model"].replace("worker1", "worker3")
     assert again["model"].first.layer.weight.place == "worker1"
     del again["model"].more
+    again["model"].register_buffer("later", torch.ones(2), persistent=False)
+    with pytest.raises(RuntimeError, match="later of 'model' were not there"):
+        again["model"].replace("worker1", "worker3")
+    del again["model"].later
     back = again["model"].replace("worker1", "worker3")
     assert back is again and again["step"] == 3
     assert all(p.grad is None for p in again["model"].parameters())  # those of the lost worker are lost
@@ -140,6 +155,14 @@ def scenario(meeting: Meeting) -> None:
     meeting.say("done")
     places.close_streams()
     rpc.shutdown(graceful=False)
+
+
+def test_threads_find_the_operators_of_checkpoints_made():
+    """Several at once would make each several times, and torch would go on with one that is gone."""
+    script = "import torch, rdmarpc.places.checkpoint; print(*('default' in vars(vars(torch.ops.rdmarpc)[f'{name}_part']) "
+    script += "for name in ('write', 'read')))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["True", "True"]
 
 
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_the_same_bits():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -76,7 +78,10 @@ def test_an_error_is_told_once_then_counted(caplog: pytest.LogCaptureFixture) ->
         for number in range(1, 1001):
             told.note(ZeroDivisionError(number), "hearing a peer")
         told.note(KeyError(1), "hearing a peer")
-    assert [record.getMessage() for record in caplog.records] == [
+        told.note(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "hearing a peer")
+    *others, lacks = caplog.records
+    assert "it goes on: [Errno 24] Too many open files (this process may have" in lacks.getMessage() and not lacks.exc_info
+    assert [record.getMessage() for record in others] == [
         "rdmarpc-test: hearing a peer failed; it goes on",
         *(
             f"rdmarpc-test: hearing a peer failed {count} times, the last time with ZeroDivisionError({count})"
@@ -84,7 +89,7 @@ def test_an_error_is_told_once_then_counted(caplog: pytest.LogCaptureFixture) ->
         ),
         "rdmarpc-test: hearing a peer failed; it goes on",
     ]
-    assert [record.exc_info is not None for record in caplog.records] == [True, False, False, False, True]
+    assert [record.exc_info is not None for record in others] == [True, False, False, False, True]
 
 
 # -- the threads of a device
