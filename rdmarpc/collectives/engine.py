@@ -184,7 +184,11 @@ class Engine:
         """The group is of no use any more. Tell the others, once."""
         if self.error is not None:
             return
-        self.error = kept(error)
+        if isinstance(error, Exception):
+            self.error = kept(error)
+        else:  # Ctrl-C, say, which is nothing that a later call may raise
+            hint = "destroy_process_group() at all of its ranks, and make another one"
+            self.error = RdmaError(f"{type(error).__name__} has ended an earlier call of this group", hint=hint)
         self.since = 0.0
         self.members.tell_failure(error)
 

@@ -105,6 +105,24 @@ def _absent(meeting: Meeting) -> None:
     dist.destroy_process_group()
 
 
+def _interrupted(meeting: Meeting) -> None:
+    """Ctrl-C while a collective is waited for."""
+    join(meeting, 2, "interrupted")
+    dist.barrier()
+    if meeting.rank == 0:
+        threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+        name, _, text = caught(dist.barrier)
+        assert name == "RdmaError" and "KeyboardInterrupt has ended an earlier call" in text, (name, text)
+        meeting.say("interrupted")
+    else:
+        meeting.hear("interrupted")
+        caught(lambda: dist.all_reduce(torch.ones(3)))  # what rank 0 has sent may be here already
+        assert "KeyboardInterrupt" in (text := caught(dist.barrier)[2]), text
+    dist.destroy_process_group()
+
+
 def _lost(meeting: Meeting) -> None:
     """Rank 2 dies while the others wait in several ways."""
     join(meeting, 3, "lost")
@@ -155,6 +173,7 @@ def _each(meeting: Meeting) -> None:
     _stopped(meeting)
     if meeting.rank < 2:
         _absent(meeting)
+        _interrupted(meeting)
     _lost(meeting)
 
 
