@@ -163,13 +163,14 @@ class Entry(NamedTuple):
 
 def _find(kernel: Compiled) -> bytes | None:
     """Its code, if that is kept."""
-    while _place != _NONE:
+    entries = None
+    while entries is None and _place != _NONE:
         try:
-            found = _opened(kernel)[1].get(kernel.name)
-            return found.code if found is not None and found.digest == kernel.digest else None
+            entries = _opened(kernel)[1]
         except (OSError, ValueError) as error:
             _next(error)
-    return None
+    found = (_installed(kernel) if entries is None else entries).get(kernel.name)
+    return found.code if found is not None and found.digest == kernel.digest else None
 
 
 def _keep(kernel: Compiled, code: bytes) -> None:
@@ -203,8 +204,19 @@ def _opened(kernel: Compiled) -> tuple[Path, dict[str, Entry]]:
     if known is None or known[0] != _place:
         folder = _private(source) if _place == _PRIVATE else _usual(source)
         path = folder / f"{module}.{_environment()}.kernels"
-        known = _files[module] = (_place, path, _read(path) if path.exists() else {})
+        known = _files[module] = (_place, path, _read(path) if path.exists() else _installed(kernel))
     return known[1], known[2]
+
+
+def _installed(kernel: Compiled) -> dict[str, Entry]:
+    """What lies beside the sources, compiled by whoever has installed them: in a container's image, say."""
+    beside = Path(kernel.function.__code__.co_filename).absolute().parent
+    place = beside / "__pycache__"
+    try:
+        _check_beside(place, beside)
+        return _read(place / f"{kernel.function.__module__}.{_environment()}.kernels")
+    except (OSError, ValueError):
+        return {}
 
 
 def _read(path: Path) -> dict[str, Entry]:
@@ -236,6 +248,7 @@ def _write(path: Path, entries: dict[str, Entry]) -> None:
     try:
         with open(descriptor, "wb") as file:
             file.write(blob)
+            os.fchmod(descriptor, 0o644)  # others may use it, if they can look into the folder
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)

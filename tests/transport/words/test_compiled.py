@@ -111,6 +111,15 @@ def test_no_folder_can_be_written_to_but_the_temporary_one(place, user):
     assert _run(place, user)[1], "the second process compiled again"
 
 
+@pytest.mark.parametrize("temporary", [0o1777, 0o755], ids=["another folder", "no folder"])
+def test_what_was_compiled_when_the_package_was_installed(place, temporary):
+    (place / "tmp").chmod(temporary)
+    assert _run(place, user=0) == ([], False)
+    assert _run(place)[1], "another user compiled again"
+    (place / "package" / "words" / "__pycache__").chmod(0o777)
+    assert not _run(place)[1], "others may have written it"
+
+
 @pytest.mark.parametrize("limit", [0, _TINY], ids=["no folder", "no space"])
 def test_nothing_can_be_kept(place, limit):
     if limit:
