@@ -377,6 +377,7 @@ def _overlapping(sharing: Sharing) -> list[Sharing]:
     if moves and torch._C._storage_Use_Count(storage._cdata) > ours:
         for graph in list(observing.graphs):
             graph.forget()
+        gc.collect()  # a graph of an earlier forward may be in a reference cycle
     others = torch._C._storage_Use_Count(storage._cdata) - ours
     if others > 0 and moves:
         why = f"the memory of a tensor of shape {tuple(first.shape)} is used by {others} tensors outside of the model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -430,6 +431,24 @@ def refused() -> None:
     assert all(parameter.grad is gradient for parameter, gradient in zip(twin.parameters(), before))
     del results
     assert_same([p.grad for p in wrap(twin, {"": "worker1"}).parameters()], before)
+
+
+def views_of_parameters() -> None:
+    """One that the program has is in the way of a move. One that it has no more, in a reference cycle, is not."""
+    model, kept = nn.Linear(20, 4), []
+    kept += [model.weight.detach(), kept]
+    with pytest.raises(rpc.NotSupported, match="1 tensors outside of the model"):
+        wrap(model, {"": "worker1"})
+    gc.disable()
+    try:
+        del kept
+        wrap(model, {"": "worker1"})
+    finally:
+        gc.enable()
+
+
+def test_views_of_parameters(drive):
+    drive(views_of_parameters)
 
 
 def np_dlpack(tensor: torch.Tensor) -> Any:
