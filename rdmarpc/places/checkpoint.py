@@ -192,7 +192,8 @@ def _unsaved(model: nn.Module, content: Mapping[str, Any]) -> list[tuple[str, to
 @contextmanager
 def _alone() -> Iterator[None]:
     """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, a file that cannot be written
-    or read, and Ctrl-C are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
+    or read, Ctrl-C, and errors of the program's own classes are raised as themselves: DCP raises a list of what its ranks have
+    raised, which is no ``Exception``."""
     from torch.distributed.checkpoint import CheckpointException
 
     from .owners import cause

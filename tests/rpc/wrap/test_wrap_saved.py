@@ -6,6 +6,7 @@ import copy
 import errno
 import importlib
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,43 @@ class GivenUp:
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
+
+
+class Alarm(Exception):
+    """What a handler of signals raises."""
+
+
+class Alarming:
+    """An alarm comes as it is saved, or loaded."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __reduce__(self) -> Any:
+        if self.when == "saved":
+            ring()
+        return ring, ()
+
+
+def ring() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+def alarmed(state: dict[str, Any], place: str) -> None:
+    """An exception of the program's own class comes as itself."""
+
+    def handle(*given: Any) -> None:
+        raise Alarm("late")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(Alarm, match="late"):
+            rpc.save_checkpoint({**state, "plain": Alarming("saved")}, place)
+        rpc.save_checkpoint({**state, "plain": Alarming("loaded")}, place)
+        with pytest.raises(Alarm, match="late"):
+            rpc.load_checkpoint({**state, "plain": 1}, place)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def training(folder: str) -> None:
@@ -65,6 +103,7 @@ def training(folder: str) -> None:
         rpc.save_checkpoint({"optimizer": again["optimizer"]}, str(Path(folder) / "alone"))
     with pytest.raises(KeyboardInterrupt):
         rpc.save_checkpoint({**again, "step": GivenUp()}, place)  # the last one stays
+    alarmed(again, str(Path(folder) / "alarm"))
     with pytest.raises(Exception, match=r"nowhere|metadata"):
         rpc.load_checkpoint(again, str(Path(folder) / "nowhere"))
     (Path(folder) / "file").touch()
