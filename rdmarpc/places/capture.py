@@ -194,7 +194,7 @@ class Capture(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         Capture._number += 1
-        observing.capture = Capture._number
+        observing.capture.number = Capture._number
         observing.observers = (*observing.observers, self)
         here.refusals.append(self.refuse)
         for hook in (
@@ -211,7 +211,7 @@ class Capture(TorchDispatchMode):
         self._hooks.close()
         observing.observers = tuple(each for each in observing.observers if each is not self)
         here.refusals.remove(self.refuse)
-        observing.capture = 0
+        observing.capture.number = 0
         for storage in observing.copied:
             storage.copies = None
         observing.copied.clear()

@@ -84,7 +84,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     data is replaced in ``state``. The placement may be another one than that of the checkpoint.
 
     Raises what ``torch.distributed.checkpoint.load`` raises for a folder without a checkpoint, and for missing keys;
-    ``ValueError`` for an optimizer with other groups than in the checkpoint."""
+    ``ValueError`` for an optimizer with other groups than in the checkpoint, before anything is loaded."""
     import torch.distributed.checkpoint as dcp
 
     from .owners import Reader
@@ -93,6 +93,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
     reader = Reader(place)
     metadata = reader.read_metadata()
     names = _names(state)
+    _check_groups(state, names, place, metadata)
     content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
     with _alone():
         dcp.load(content, storage_reader=reader, no_dist=True)
@@ -114,17 +115,57 @@ leave out), by name, here."""
 
 def check_models(state: Mapping[str, Any], folder: str, beside: Beside) -> None:
     """Raises ``RuntimeError`` for what models have and neither the checkpoint nor ``beside`` has, ``ValueError`` for tensors of
-    other sizes."""
+    other sizes, and optimizers with other groups."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
     from .owners import Reader
 
+    metadata = Reader(folder).read_metadata()
+    _check_groups(state, _names(state), folder, metadata)
     models = {key: value.state_dict() for key, value in state.items() if isinstance(value, nn.Module)}
-    create_default_local_load_plan(flatten_state_dict(models)[0], Reader(folder).read_metadata())
+    create_default_local_load_plan(flatten_state_dict(models)[0], metadata)
     for key in beside.keys() & models.keys():
         if unknown := [name for name, _ in _unsaved(state[key], models[key]) if name not in beside[key]]:
             raise RuntimeError(f"{', '.join(unknown)} of {key!r} were not there when the checkpoint was saved or loaded")
+
+
+def _check_groups(state: Mapping[str, Any], names: Mapping[int, str], folder: str, metadata: Metadata) -> None:
+    """``ValueError`` for an optimizer with other groups than in the checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    from .owners import Reader
+
+    groups = {key: _groups(value, names) for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+    paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] in groups}
+    paths = {name: path for name, path in paths.items() if path[1] == "param_groups" and path[3:] == ("params",)}
+    found: dict[str, Any] = dict.fromkeys(paths)
+    if found:
+        with _alone():
+            dcp.load(found, storage_reader=Reader(folder), no_dist=True)
+    for key, ours in groups.items():
+        theirs = {path[2]: found[name] for name, path in paths.items() if path[0] == key}
+        if theirs and theirs != {number: group["params"] for number, group in enumerate(ours)}:
+            raise ValueError(f"the groups of optimizer {key!r} have other parameters than in the checkpoint")
+
+
+@torch.no_grad()
+def fill(rooms: dict[str, torch.Tensor], key: str, folder: str, beside: Beside) -> None:
+    """Have tensors be what those of these names of the model ``key`` were. ``RuntimeError`` where nobody knows."""
+    import torch.distributed.checkpoint as dcp
+
+    from .owners import Reader
+
+    reader = Reader(folder)
+    stored, kept = reader.read_metadata().state_dict_metadata, beside.get(key, {})
+    known = [name for name in rooms if name not in kept]
+    if unknown := [name for name in known if getattr(stored.get(f"{key}.{name}"), "size", None) != rooms[name].shape]:
+        raise RuntimeError(f"{', '.join(unknown)} of {key!r} are not in the checkpoint as they are in the model")
+    if known:
+        with _alone():
+            dcp.load({f"{key}.{name}": rooms[name] for name in known}, storage_reader=reader, no_dist=True)
+    for name in rooms.keys() & kept.keys():
+        rooms[name].copy_(kept[name])
 
 
 @torch.no_grad()
@@ -151,7 +192,8 @@ def _unsaved(model: nn.Module, content: Mapping[str, Any]) -> list[tuple[str, to
 @contextmanager
 def _alone() -> Iterator[None]:
     """For DCP in this process alone. It warns that torch.distributed is not used; a lost worker, a file that cannot be written
-    or read, and Ctrl-C are raised as themselves: DCP raises a list of what its ranks have raised, which is no ``Exception``."""
+    or read, Ctrl-C, and errors of the program's own classes are raised as themselves: DCP raises a list of what its ranks have
+    raised, which is no ``Exception``."""
     from torch.distributed.checkpoint import CheckpointException
 
     from .owners import cause
@@ -201,8 +243,6 @@ def _room(key: str, value: Any, names: Mapping[int, str], metadata: Metadata) ->
             return value.state_dict()
         plain = {key: bring_home(value)}
         return (_completed(plain, paths, metadata) if isinstance(value, (dict, list)) else plain)[key]
-    if any(path[1] == "param_groups" and path[2] >= len(value.param_groups) for path in paths.values() if len(path) > 2):
-        raise ValueError(f"optimizer {key!r} has fewer groups than in the checkpoint")
     parameters = {names[id(parameter)]: parameter for parameter in _parameters(value)}
     found: dict[str, dict[str, Any]] = {}
     for name, path in paths.items():
@@ -253,8 +293,6 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], found: Mapping[str, Any]) -> None:
     groups = found["param_groups"]
-    if [group["params"] for group in groups] != [group["params"] for group in _groups(optimizer, names)]:
-        raise ValueError("the groups of the optimizer have other parameters than in the checkpoint")
     numbers = {names[id(parameter)]: number for number, parameter in enumerate(_parameters(optimizer))}
     numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     states = {numbers[name]: entries for name, entries in found["state"].items()}

@@ -76,9 +76,12 @@ class Graphed:
                 return program.replay(tensors)
             self.runs += 1
             again, form.again = form.again, True
-            if form.tries >= _TRIES or not again or modes or observing.capture:  # another thread captures
+            if form.tries >= _TRIES or not again or modes or not observing.capturing.acquire(blocking=False):
                 return self._without_graph(self.step(*args, **kwargs))
-            return self._captured(form, tensors, args, kwargs, checks)
+            try:
+                return self._captured(form, tensors, args, kwargs, checks)
+            finally:
+                observing.capturing.release()
 
     def _without_graph(self, out: Any) -> Any:
         """Results of Python. A gradient among them is copied: the next call may write it."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Protocol
 
@@ -30,8 +31,18 @@ class Observer(Protocol):
 observers: tuple[Observer, ...] = ()
 line: Any = None
 """The ``timeline.Timeline`` that is recorded, if one is."""
-capture = 0
-"""Which capture of a step is under way (``graphed``), or 0: it must see all copies that the step needs, so none from before."""
+
+
+class _Capture(threading.local):
+    """Which capture of a step is under way in this thread (``graphed``), or 0: it must see all copies that the step needs, so
+    none from before, and none that another thread makes meanwhile."""
+
+    number = 0
+
+
+capture = _Capture()
+capturing = threading.Lock()
+"""Held by the thread that captures: one at a time."""
 copied: list[Any] = []
 """Storages of which it has seen copies."""
 graphs: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..transport import RdmaError
 from .stream import Stream
 from .tensor import at_place, place_of
 
@@ -126,11 +126,12 @@ class Reader(FileSystemReader):
 
 
 def cause(error: BaseException | None) -> BaseException | None:
-    """The lost worker, the file that cannot be written or read, or Ctrl-C behind an error: of a full disk torch says that a
-    position is not the expected one."""
+    """The lost worker, the file that cannot be written or read, Ctrl-C, or the program's own (of a handler of signals, say)
+    behind an error: of a full disk torch says that a position is not the expected one."""
     while type(error) is RuntimeError:
         error = error.__cause__ or error.__context__
-    return error if isinstance(error, RdmaError | OSError) or not isinstance(error, Exception) else None
+    torchs = type(error).__module__.partition(".")[0] in ("torch", *sys.stdlib_module_names)
+    return None if torchs and isinstance(error, Exception) and not isinstance(error, OSError) else error
 
 
 def _stamp(path: Path) -> list[int]:

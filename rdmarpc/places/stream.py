@@ -582,7 +582,8 @@ crossing = threading.Lock()
 
 _streams: dict[tuple[str, str], Stream] = {}
 ran: dict[int, Stream | None] = {}
-"""Where forward operations ran, by the sequence number of the node that autograd made for them (``tensor.py``)."""
+"""Where forward operations ran, by the sequence number of the node that autograd made for them, and its thread
+(``tensor.py``)."""
 _lock = threading.Lock()
 
 

@@ -5,7 +5,7 @@ PyTorch runs the program: autograd, views, versions and modules are its own. Onl
 
 1. where its tensors lie, if that is one place;
 2. else where what it writes lies;
-3. else, in a backward, where its forward ran (found by the sequence number of the node);
+3. else, in a backward, where its forward ran (found by the sequence number of the node, and its thread);
 4. else where the first parameter among its operands lies, or a view of one (``Storage.anchor``);
 5. else where the latest remote operand lies.
 
@@ -22,7 +22,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -296,8 +298,7 @@ def _with_storage(tensor: RemoteTensor) -> torch.Tensor:
     handle = tensor._handle
     found = at_place(_bytes_of(handle), None)
     if handle.shift:  # the view counts from the beginning of a storage
-        assert handle.copies is not None
-        found = handle.copies.setdefault("aligned", found.clone())
+        found = found.__dict__.setdefault("aligned", found.clone())
     return view_of(found, tensor._meta.geometry, tensor._offset)
 
 
@@ -385,17 +386,18 @@ def at_place(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
     handle = tensor._handle
     if handle.stream is place:
         return tensor
-    key = place, tensor._meta, tensor._offset, observing.capture
+    capture = observing.capture.number
+    key = place, tensor._meta, tensor._offset, capture
     copies = handle.copies
-    found = None if copies is None else copies.get(key)
+    if copies is None:
+        copies = handle.copies = {}
+    found = copies.get(key)
     if found is None:
         with _unseen():
             found = _moved(tensor, place)
-        if observing.capture:
+        if capture:
             observing.copied.append(handle)
-        if handle.copies is None:
-            handle.copies = {}
-        handle.copies[key] = found
+        copies[key] = found  # which nobody looks into any more if another thread has written the tensor meanwhile
     return found
 
 
@@ -464,9 +466,19 @@ only: it ran here."""
 
 
 class _Running(threading.local):
-    """A place that this thread has asked for: operations whose tensors lie at several places run there."""
+    """``at``: a place that this thread has asked for: operations whose tensors lie at several places run there. ``first``: to
+    this the sequence numbers of its nodes are added in ``ran``, since each thread counts its own."""
 
     at: tuple[Stream | None] | None = None
+
+    def __init__(self) -> None:
+        self.first = next(_firsts) << 65
+        _lately.append(self.first)
+
+
+_firsts = itertools.count()
+_lately: deque[int] = deque(maxlen=1 << 6)
+"""``first`` of threads that came last."""
 
 
 _running = _Running()
@@ -487,7 +499,8 @@ def _remember(place: Stream | None) -> None:
         if len(ran) > _REMEMBERED:
             for old in list(ran)[: _REMEMBERED // 2]:
                 ran.pop(old, None)
-        ran.setdefault(_sequence(), place)  # an operation without a node is seen behind the node of the one before it
+        # An operation without a node is seen behind the node of the one before it.
+        ran.setdefault(_running.first + _sequence(), place)
 
 
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
@@ -495,11 +508,14 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
         return place_of(written[0])
     node = _node()
     if node is not None:
-        try:
-            return ran[node._sequence_nr() + 1]
-        except KeyError:
-            if not isinstance(node, _OF_SEVERAL):
-                return None
+        number = node._sequence_nr() + 1
+        # Beyond what this thread has counted it is a node of another one: of the main one, as a rule.
+        threads = [_running.first] if number <= _sequence() else [0, *reversed(list(_lately))]
+        for first in threads:
+            if first + number in ran:
+                return ran[first + number]
+        if not isinstance(node, _OF_SEVERAL):
+            return None
     if _running.at is not None:
         return _running.at[0]
     latest: RemoteTensor | None = None

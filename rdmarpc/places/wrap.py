@@ -19,7 +19,7 @@ from ..graph import Transfers
 from ..transport import NotSupported, RdmaError
 from . import observing
 from .batches import checked, forward_backward
-from .checkpoint import Beside, check_models, load_checkpoint, restore
+from .checkpoint import Beside, check_models, fill, load_checkpoint, restore
 from .geometry import geometry
 from .placement import Where, home, resolve
 from .recording import FirstSteps, unseen
@@ -126,6 +126,8 @@ class Placed:
     def __init__(self, places: dict[str, list[Where]], chunks: int, outputs: str, first: FirstSteps | None = None) -> None:
         self.places, self.chunks, self.outputs, self.first = places, chunks, outputs, first
         self.steps = 0
+        self.unfinished: dict[str, set[str]] = {}
+        """Of lost workers whose ``replace`` has not ended: the successors to which tensors may have gone."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
         return self
@@ -181,13 +183,16 @@ class WrappedModel(Extension):
         """Give what lies at worker ``lost`` to ``successor``, and go back to the last checkpoint that was saved or loaded:
         models (without gradients; also buffers that are not persistent), optimizers and generators, so that training goes on
         as after that checkpoint. Returns the state of that call, with its plain data as they were saved. ``ValueError`` for
-        workers that are not in the group or have no part, ``NotSupported`` where there was no checkpoint, ``RuntimeError``
-        where a model has what it had not then: before anything has moved."""
+        workers that are not in the group or have no part, and optimizers with other groups than in the checkpoint,
+        ``NotSupported`` where there was no checkpoint, ``RuntimeError`` where a model has what it had not then: before anything
+        has moved. After any other error (Ctrl-C, another lost worker) call it again, with this successor or another one: what
+        lies at a successor then is as in the checkpoint."""
         placed, agent = self._placement, _agent.current()
         if placed.saved is None:
             why = "there is no checkpoint of this model"
             raise NotSupported(why, hint="call rdmarpc.save_checkpoint() in the training loop")
-        if lost not in placed.workers or (successor != lost and successor in placed.workers):
+        left = {lost, *placed.unfinished.get(lost, ())}
+        if left.isdisjoint(placed.workers) or (successor not in left and successor in placed.workers):
             raise ValueError(f"{lost!r} must be a worker with parts of this model, and {successor!r} one without")
         if successor not in agent.worker_names():
             raise ValueError(f"worker {successor!r} is not in this group")
@@ -197,21 +202,35 @@ class WrappedModel(Extension):
                 stream.synchronize()
         with suppress(RdmaError):  # hooks of ``state_dict`` may ask the lost worker
             check_models(state, folder, beside)
+        key = next((key for key, value in state.items() if value is self), None)
+        if key is None:
+            raise RuntimeError("the state of the last checkpoint does not have this model any more")
+        placed.unfinished.setdefault(lost, set()).add(successor)
+        tensors = {id(tensor): (name, tensor) for name, tensor in (*self.named_buffers(), *self.named_parameters())}
+        moves = [
+            (name, tensor, stream_to(successor, tensor._handle.stream.device))
+            for name, tensor in tensors.values()
+            if type(tensor) is RemoteTensor and tensor._handle.stream.worker in left
+        ]
+        rooms = {name: _room_for(tensor, place) for name, tensor, place in moves}
+        fill(rooms, key, folder, beside)
+        for stream in streams():
+            if stream.worker == successor:
+                stream.synchronize()  # what it could not do is told before anything has moved
         for value in state.values():
             if isinstance(value, nn.Module):
                 value.zero_grad()  # of the step that is given up, whose other gradients are lost
-        for tensor in {id(t): t for t in (*self.parameters(), *self.buffers())}.values():
-            if type(tensor) is RemoteTensor and tensor._handle.stream.worker == lost:
-                place = stream_to(successor, tensor._handle.stream.device)
-                if place is None:
-                    exchange(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"))
-                else:  # also while a graph of an earlier forward has the tensor
-                    tensor.data = make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        for name, tensor, place in moves:
+            if place is None:
+                exchange(tensor, rooms[name])
+            else:  # also while a graph of an earlier forward has the tensor
+                tensor.data = rooms[name]
         for each in placed.places.values():
-            each[:] = [(successor if worker == lost else worker, device) for worker, device in each]
+            each[:] = [(successor if worker in left else worker, device) for worker, device in each]
         placed.first = placed.first and FirstSteps(self)  # other things cross
         restore(state, beside)
         load_checkpoint(state, folder)
+        placed.unfinished.clear()
         return state
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
@@ -236,6 +255,12 @@ class WrappedModel(Extension):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
         return as_original(super().__reduce_ex__(protocol), self._original, "_placement")
+
+
+def _room_for(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
+    if place is None:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class Replicas:

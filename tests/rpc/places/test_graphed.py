@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
-from rdmarpc.places import streams
+from rdmarpc.places import observing, streams
 
 HALVES = {"0": "worker1", "2": "worker2"}
 Step = Callable[..., Any]
@@ -838,6 +839,110 @@ def checked_beside_others() -> None:
 
 def test_checked_beside_others(group):
     group.run(checked_beside_others)
+
+
+def in_a_thread(body: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(body).result(30)
+
+
+def checked_in_threads() -> None:
+    """Each thread counts nodes of autograd from 0: where another one's forward of that number ran says nothing of ours."""
+    there, elsewhere = (torch.ones(6, 6).to(rpc.device(f"worker{n}")) for n in (1, 2))
+    weights = (torch.eye(6) * 2).to(rpc.device("worker1")).requires_grad_()
+
+    def others() -> None:
+        for _ in range(40):
+            (weights * elsewhere).sum()
+
+    def step(y: torch.Tensor) -> torch.Tensor:
+        leaf = elsewhere.clone().requires_grad_()
+        F.mse_loss(leaf * 2, y).backward()
+        return leaf.grad
+
+    def counted(y: torch.Tensor) -> int:
+        before = there._handle.stream.operations
+        assert torch.equal(home(step(y)), torch.full((6, 6), 8 / 36))
+        return there._handle.stream.operations - before
+
+    in_a_thread(others)
+    y = torch.zeros(6, 6)
+    assert in_a_thread(lambda: counted(y)) == 0
+    graph = rpc.graphed(step, check=2)
+    for call in (in_a_thread, lambda body: body(), in_a_thread):
+        for found in call(lambda: [graph(y) for _ in range(90)]):
+            assert torch.equal(home(found), torch.full((6, 6), 8 / 36))
+    assert graph.why == "", graph.why
+
+
+def test_checked_in_threads(group):
+    group.run(checked_in_threads)
+
+
+def backward_in_another_thread() -> None:
+    """It finds where the forward ran, too, if it has not run as much itself."""
+    there, elsewhere = (torch.ones(6, 6).to(rpc.device(f"worker{n}")) for n in (1, 2))
+    streams_there = there._handle.stream, elsewhere._handle.stream
+    for source, stream, other in zip((there, elsewhere), streams_there, reversed(streams_there)):
+        leaf = source.clone().requires_grad_()
+        loss = F.mse_loss(leaf * 2, torch.zeros(6, 6))
+        before = other.operations, other.counts["home"], stream.counts["home"]
+        in_a_thread(loss.backward)
+        assert (other.operations, other.counts["home"], stream.counts["home"]) == before
+        assert torch.equal(home(leaf.grad), torch.full((6, 6), 8 / 36))
+
+
+def test_backward_in_another_thread(group):
+    group.run(backward_in_another_thread)
+
+
+def checked_beside_a_thread() -> None:
+    """What another thread copies while a step is captured is not the step's, nor are copies of the step for it."""
+    ours, theirs = (torch.full((40, 40), float(n)).to(rpc.device(f"worker{n}")) for n in (1, 2))
+    meets, kept = [False], list[Any]()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if meets[0]:
+            in_a_thread(lambda: kept.append(theirs._handle.copies) or (ours @ theirs, theirs @ ours))
+        return (x * ours) @ theirs + theirs @ ours
+
+    x = torch.eye(40).to(rpc.device("worker1"))
+    wanted = home(step(x))
+    graph = rpc.graphed(step, check=2)
+    for turn in range(12):
+        meets[0] = turn % 4 == 3 or turn == 2
+        assert torch.equal(home(graph(x)), wanted)
+    assert graph.replays >= 3 and len(kept) >= 3, (graph.runs, graph.why)
+    assert not observing.copied and graph.why == "", graph.why
+
+
+def test_checked_beside_a_thread(group):
+    group.run(checked_beside_a_thread)
+
+
+def captured_one_at_a_time() -> None:
+    """A step that another thread captures meanwhile is not captured."""
+    x = torch.ones(4).to(rpc.device("worker1"))
+    inner = rpc.graphed(lambda x: x * 3)
+
+    results: list[torch.Tensor] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        results.append(in_a_thread(lambda: inner(x)))
+        return x * 2
+
+    graph = rpc.graphed(step)
+    for _ in range(3):
+        assert torch.equal(home(graph(x)), torch.full((4,), 2.0))
+    assert all(torch.equal(home(each), torch.full((4,), 3.0)) for each in results)
+    assert graph.replays >= 1 and inner.replays == 0, graph.why
+    for _ in range(3):
+        inner(x)
+    assert inner.replays >= 1, inner.why
+
+
+def test_captured_one_at_a_time(group):
+    group.run(captured_one_at_a_time)
 
 
 def gradients_are_not_held() -> None:

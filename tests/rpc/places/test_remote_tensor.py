@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
 from rdmarpc import places
-from rdmarpc.places import RemoteTensor, at_place, place_of
+from rdmarpc.places import RemoteTensor, at_place, place_of, tensor
 
 W1, W2 = "worker1", "worker2"
 
@@ -793,6 +794,36 @@ def values_at(worker: str) -> int:
     return rpc.rpc_sync(worker, _count)
 
 
+def written_while_it_is_copied() -> None:
+    """A thread that copies a tensor which another one writes has the old values or the new; later copies have the new."""
+    posted, written, torchs = threading.Event(), threading.Event(), tensor._moved
+
+    def held(*args: Any) -> torch.Tensor:
+        found = torchs(*args)
+        posted.set()
+        assert written.wait(20)
+        return found
+
+    x, other = there(torch.ones(40)), there(torch.zeros(40), W2)
+    for had in (False, True):  # another copy
+        x.fill_(1)
+        if had:
+            x.cpu()
+        posted.clear()
+        written.clear()
+        with ThreadPoolExecutor(1) as threads:
+            tensor._moved = held
+            try:
+                found = threads.submit(torch.add, other, x)
+                assert posted.wait(20)
+            finally:
+                tensor._moved = torchs
+            x.add_(1)
+            written.set()
+            same(found.result(20), torch.ones(40))
+        same(other + x, torch.full((40,), 2.0))
+
+
 def frees() -> None:
     before = {worker: values_at(worker) for worker in (W1, W2)}
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(places.device(W1))
@@ -949,7 +980,7 @@ def graph_is_plain() -> None:
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
     dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
-    collectives, no_memory, graph_is_plain,
+    collectives, no_memory, graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
 
 

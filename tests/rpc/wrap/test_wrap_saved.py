@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,43 @@ class GivenUp:
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
+
+
+class Alarm(Exception):
+    """What a handler of signals raises."""
+
+
+class Alarming:
+    """An alarm comes as it is saved, or loaded."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __reduce__(self) -> Any:
+        if self.when == "saved":
+            ring()
+        return ring, ()
+
+
+def ring() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+def alarmed(state: dict[str, Any], place: str) -> None:
+    """An exception of the program's own class comes as itself."""
+
+    def handle(*given: Any) -> None:
+        raise Alarm("late")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(Alarm, match="late"):
+            rpc.save_checkpoint({**state, "plain": Alarming("saved")}, place)
+        rpc.save_checkpoint({**state, "plain": Alarming("loaded")}, place)
+        with pytest.raises(Alarm, match="late"):
+            rpc.load_checkpoint({**state, "plain": 1}, place)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def training(folder: str) -> None:
@@ -62,6 +103,7 @@ def training(folder: str) -> None:
         rpc.save_checkpoint({"optimizer": again["optimizer"]}, str(Path(folder) / "alone"))
     with pytest.raises(KeyboardInterrupt):
         rpc.save_checkpoint({**again, "step": GivenUp()}, place)  # the last one stays
+    alarmed(again, str(Path(folder) / "alarm"))
     with pytest.raises(Exception, match=r"nowhere|metadata"):
         rpc.load_checkpoint(again, str(Path(folder) / "nowhere"))
     (Path(folder) / "file").touch()
@@ -140,6 +182,104 @@ def batches(folder: str) -> None:
             rpc.save_checkpoint(state, place)
     state["model"].close()
     plainly(place, saved)  # the last one that was complete
+
+
+@contextmanager
+def interrupted(thing: Any, name: str, after: int = 0) -> Iterator[None]:
+    """Ctrl-C in the call, or the setting, of this that is behind so many others."""
+    original, left = vars(thing)[name], iter([None] * after)
+
+    def call(*args: Any) -> Any:
+        if next(left, left) is left:
+            raise KeyboardInterrupt
+        return (original.fset if isinstance(original, property) else original)(*args)
+
+    setattr(thing, name, property(original.fget, call) if isinstance(original, property) else call)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        setattr(thing, name, original)
+
+
+def replacing(folder: str) -> None:
+    """``replace`` that fails midway can be called again, and what has moved is as in the checkpoint."""
+    state, place, module = made(), str(Path(folder) / "at"), importlib.import_module("rdmarpc.places.wrap")
+    model: Any = state["model"]
+    for _ in range(3):
+        step(state)
+    rpc.save_checkpoint(state, place)
+    angles = model.first.angles.cpu()
+    saved = copy.deepcopy(home(model.state_dict()))
+    losses = [step(state) for _ in range(5)]
+
+    def lost(worker: str) -> None:
+        rpc.rpc_async(worker, die)
+        with pytest.raises(rpc.PeerLost, match=worker):
+            for _ in range(200):
+                step(state)
+
+    def moved() -> int:
+        """How many tensors of the lost part have moved, and are what they were."""
+        there = {name: tensor for name, tensor in model.named_parameters() if name.startswith("first")}
+        there.update((name, tensor) for name, tensor in model.named_buffers() if name.startswith("first"))
+        there = {name: tensor for name, tensor in there.items() if tensor.place != "worker1"}
+        assert_same(home(there), {name: {**saved, "first.angles": angles}[name] for name in there})
+        return len(there)
+
+    lost("worker1")
+    groups = [{"params": [p]} for p in model.parameters()]
+    state["optimizer"], optimizer = torch.optim.Adam(groups, 0.01), state["optimizer"]
+    with pytest.raises(ValueError, match="groups of optimizer 'optimizer'"):
+        model.replace("worker1", "worker3")
+    state["optimizer"] = optimizer
+    with interrupted(module, "fill"):
+        model.replace("worker1", "worker3")
+    assert moved() == 0
+    with interrupted(rpc.RemoteTensor, "data", 3):
+        model.replace("worker1", "worker3")
+    assert moved() == 3
+    with interrupted(rpc.RemoteTensor, "data", 2):
+        model.replace("worker1", "worker4")
+    assert moved() == 3
+    with interrupted(module, "load_checkpoint"):
+        model.replace("worker1", "worker4")
+    assert moved() == 8 and {tensor.place for tensor in model.first.parameters()} == {"worker4"}
+    for wrong in (("worker1", "worker2"), ("worker3", "worker5")):
+        with pytest.raises(ValueError):
+            model.replace(*wrong)
+    with interrupted(module, "restore"):
+        model.replace("worker1", "worker4")
+    lost("worker2")
+    for _ in range(2):
+        with pytest.raises(rpc.PeerLost, match="worker2"):
+            model.replace("worker1", "worker4")
+    assert moved() == 8
+    assert model.replace("worker2", "worker3") is state
+    assert [step(state) for _ in range(5)] == losses
+    with pytest.raises(ValueError):  # that is over
+        model.replace("worker1", "worker5")
+    model.close()
+
+
+def replaced(meeting: Meeting) -> None:
+    meeting.join()
+    meeting.step("joined", 6)
+    if meeting.rank:
+        meeting.hear("done", timeout=150.0)
+        rpc.shutdown(graceful=False)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        replacing(folder)
+    meeting.say("done")
+    places.close_streams()
+    rpc.shutdown(graceful=False)
+
+
+def test_a_replacement_that_fails_midway_is_called_again():
+    outcomes = run_group(replaced, 6, dynamic=True, timeout=200.0)
+    results([outcome for rank, outcome in enumerate(outcomes) if rank not in (1, 2)])
+    assert all(outcomes[rank].exit_code == -9 for rank in (1, 2))
 
 
 def scenario(meeting: Meeting) -> None:
