@@ -102,6 +102,8 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
             _load_optimizer(value, names, content[key])
         elif hasattr(value, "load_state_dict"):
             value.load_state_dict(content[key])
+        elif isinstance(value, torch.Generator):  # whoever draws from it (a sampler, a loader of data) has this object
+            value.set_state(content[key].get_state())
         else:
             state[key] = content[key]
     _set_generators(content[_RNG])

@@ -40,10 +40,15 @@ def training(folder: str) -> None:
     assert [step(again) for _ in range(5)] == losses
     assert_same(home(again["model"].state_dict()), end)
 
-    rpc.save_checkpoint({**again, "plain": {"rates": again["schedule"].state_dict(), "rows": [torch.ones(2), 3]}}, place)
+    generator = torch.Generator().manual_seed(3)
+    plain = {"rates": again["schedule"].state_dict(), "rows": [torch.ones(2), 3]}
+    rpc.save_checkpoint({**again, "plain": plain, "generator": generator}, place)
+    drawn = torch.randn(4, generator=generator)
     later = torch.optim.Adam(again["model"].parameters(), 0.5)  # has no schedule yet: none of what one adds to groups
-    bare = {"model": again["model"], "optimizer": later, "plain": {"rows": []}}
+    bare = {"model": again["model"], "optimizer": later, "plain": {"rows": []}, "generator": generator}
     rpc.load_checkpoint(bare, place)
+    assert bare["generator"] is generator
+    assert_same(torch.randn(4, generator=generator), drawn)
     assert_same(later.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
     assert bare["plain"]["rates"] == again["schedule"].state_dict()
     assert_same(bare["plain"]["rows"], [torch.ones(2), 3])
