@@ -65,20 +65,21 @@ def _is_torchs(code: CodeType) -> bool:
 class Meta:
     """A geometry, made once for all tensors that have it: compared by identity. ``name`` is that at workers, freed there when
     the last of these tensors, and of the forms of calls that have it, has died. ``told``: ``dead`` of the streams that know
-    it."""
+    it, which it does not keep."""
 
     __slots__ = ("__weakref__", "dtype", "geometry", "name", "plain", "shape", "strided", "strides", "told")
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry, self.name = geometry, next(names) << 20
-        self.told: list[deque[Any]] = []
+        self.told: list[weakref.ref[deque[Any]]] = []
         self.shape, self.strides, self.dtype = geometry.shape, geometry.strides, geometry.dtype
         self.strided = geometry.layout is torch.strided
         self.plain = self.strided and not geometry.conj and not geometry.neg
 
     def __del__(self) -> None:
-        for dead in self.told:
-            dead.append(self.name)
+        for told in self.told:
+            if (dead := told()) is not None:
+                dead.append(self.name)
 
 
 _metas: weakref.WeakValueDictionary[Geometry, Meta] = weakref.WeakValueDictionary()
@@ -361,9 +362,9 @@ class Stream:
         self.state = state
 
     def tell_meta(self, meta: Meta) -> int:
-        if not any(dead is self.dead for dead in meta.told):
+        if not any(told() is self.dead for told in meta.told):
             self.post([ring.META, meta.name, *ring.as_words(dump(meta.geometry.plain()))])
-            meta.told.append(self.dead)
+            meta.told = [*(told for told in meta.told if told() is not None), weakref.ref(self.dead)]
         return meta.name
 
     def forget_forms(self) -> None:
