@@ -85,18 +85,14 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> No
 
     Raises what ``torch.distributed.checkpoint.load`` raises for a folder without a checkpoint, and for missing keys;
     ``ValueError`` for an optimizer with other groups than in the checkpoint, before anything is loaded."""
-    import torch.distributed.checkpoint as dcp
-
     from .owners import Reader
 
     place = str(Path(folder).absolute())
-    reader = Reader(place)
-    metadata = reader.read_metadata()
+    metadata = Reader(place).read_metadata()
     names = _names(state)
     _check_groups(state, names, place, metadata)
     content = {key: _room(key, value, names, metadata) for key, value in state.items()} | {_RNG: _generators()}
-    with _alone():
-        dcp.load(content, storage_reader=reader, no_dist=True)
+    _read(content, place)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, names, content[key])
@@ -134,17 +130,11 @@ def check_models(state: Mapping[str, Any], folder: str, beside: Beside) -> None:
 
 def _check_groups(state: Mapping[str, Any], names: Mapping[int, str], folder: str, metadata: Metadata) -> None:
     """``ValueError`` for an optimizer with other groups than in the checkpoint."""
-    import torch.distributed.checkpoint as dcp
-
-    from .owners import Reader
-
     groups = {key: _groups(value, names) for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
     paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] in groups}
     paths = {name: path for name, path in paths.items() if path[1] == "param_groups" and path[3:] == ("params",)}
     found: dict[str, Any] = dict.fromkeys(paths)
-    if found:
-        with _alone():
-            dcp.load(found, storage_reader=Reader(folder), no_dist=True)
+    _read(found, folder)
     for key, ours in groups.items():
         theirs = {path[2]: found[name] for name, path in paths.items() if path[0] == key}
         if theirs and theirs != {number: group["params"] for number, group in enumerate(ours)}:
@@ -154,18 +144,13 @@ def _check_groups(state: Mapping[str, Any], names: Mapping[int, str], folder: st
 @torch.no_grad()
 def fill(rooms: dict[str, torch.Tensor], key: str, folder: str, beside: Beside) -> None:
     """Have tensors be what those of these names of the model ``key`` were. ``RuntimeError`` where nobody knows."""
-    import torch.distributed.checkpoint as dcp
-
     from .owners import Reader
 
-    reader = Reader(folder)
-    stored, kept = reader.read_metadata().state_dict_metadata, beside.get(key, {})
+    stored, kept = Reader(folder).read_metadata().state_dict_metadata, beside.get(key, {})
     known = [name for name in rooms if name not in kept]
     if unknown := [name for name in known if getattr(stored.get(f"{key}.{name}"), "size", None) != rooms[name].shape]:
         raise RuntimeError(f"{', '.join(unknown)} of {key!r} are not in the checkpoint as they are in the model")
-    if known:
-        with _alone():
-            dcp.load({f"{key}.{name}": rooms[name] for name in known}, storage_reader=reader, no_dist=True)
+    _read({f"{key}.{name}": rooms[name] for name in known}, folder)
     for name in rooms.keys() & kept.keys():
         rooms[name].copy_(kept[name])
 
@@ -173,7 +158,7 @@ def fill(rooms: dict[str, torch.Tensor], key: str, folder: str, beside: Beside) 
 @torch.no_grad()
 def restore(state: Mapping[str, Any], beside: Beside) -> None:
     for key in beside.keys() & state.keys():
-        for name, tensor in (*state[key].named_parameters(), *state[key].named_buffers()):
+        for name, tensor in named_tensors(state[key]):
             if name in beside[key]:
                 tensor.copy_(beside[key][name])
 
@@ -187,8 +172,23 @@ def _beside(state: Mapping[str, Any], content: Mapping[str, Any]) -> Beside:
 
 
 def _unsaved(model: nn.Module, content: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    named = (*model.named_parameters(), *model.named_buffers())
-    return [(name, tensor) for name, tensor in named if name not in content and not nn.parameter.is_lazy(tensor)]
+    found = named_tensors(model)
+    return [(name, tensor) for name, tensor in found if name not in content and not nn.parameter.is_lazy(tensor)]
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _read(content: dict[str, Any], folder: str) -> None:
+    """What a checkpoint has of these names, in place."""
+    import torch.distributed.checkpoint as dcp
+
+    from .owners import Reader
+
+    if content:
+        with _alone():
+            dcp.load(content, storage_reader=Reader(folder), no_dist=True)
 
 
 @contextmanager

@@ -403,7 +403,11 @@ class Program:
                 if grad is None:
                     self._gradients.append((ref, grad))
                 else:
-                    self._read.append((ref, weakref.ref(grad)))
+                    self._reads([(ref, grad)])
+
+    def _reads(self, gradients: Sequence[tuple[weakref.ref[torch.Tensor], torch.Tensor]]) -> None:
+        """Note gradients of leaves that the step reads. The program may have let go of them by then."""
+        self._read += [(leaf, weakref.ref(grad)) for leaf, grad in gradients]
 
     def _watch(self) -> None:
         """Note the tensors by which the program could see that it is out of date, and those that it writes or replaces."""
@@ -503,7 +507,7 @@ class Program:
         if kind == "argument":
             return [("argument", which), -1 if at == -1 else ("at", which, at)]
         if kind == "left":
-            self._read += ((leaf, weakref.ref(grad)) for leaf, grad in self._placed.get(which, ()))
+            self._reads(self._placed.get(which, ()))
             if which not in self._static:
                 raise NotSupported("it reads what the call before has left, and leaves no such thing")
             return [self._static[which], at]
@@ -552,8 +556,7 @@ class Program:
         """A value with tensors in the place of kept ones."""
         if isinstance(value, Plain):
             local = self._capture.locals[value.key]
-            found = self._placed_here.get(local.left, ()) if local.left is not None else ()
-            self._read += ((leaf, weakref.ref(grad)) for leaf, grad in found)
+            self._reads(self._placed_here.get(local.left, ()) if local.left is not None else ())
             return value if local.storage is None else at_bytes(local.storage, value.offset, value.geometry)
         if isinstance(value, Result):
             if self._ref(value.ref)[0] in self._static.values():

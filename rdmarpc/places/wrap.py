@@ -19,7 +19,7 @@ from ..graph import Transfers
 from ..transport import NotSupported, RdmaError
 from . import observing
 from .batches import checked, forward_backward
-from .checkpoint import Beside, check_models, fill, load_checkpoint, restore
+from .checkpoint import Beside, check_models, fill, load_checkpoint, named_tensors, restore
 from .geometry import geometry
 from .placement import Where, home, resolve
 from .recording import FirstSteps, unseen
@@ -206,7 +206,7 @@ class WrappedModel(Extension):
         if key is None:
             raise RuntimeError("the state of the last checkpoint does not have this model any more")
         placed.unfinished.setdefault(lost, set()).add(successor)
-        tensors = {id(tensor): (name, tensor) for name, tensor in (*self.named_buffers(), *self.named_parameters())}
+        tensors = {id(tensor): (name, tensor) for name, tensor in named_tensors(self)}
         moves = [
             (name, tensor, stream_to(successor, tensor._handle.stream.device))
             for name, tensor in tensors.values()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 from replayed_statements import COMMON, STATEMENTS, STEPPING
-from served_programs import OPTIMIZERS, Line, drawn_line, smaller
+from served_programs import OPTIMIZERS, drawn_line, smaller
 from wrapped_nets import NETS
-from wrapped_programs import EXCLUDED
+from wrapped_programs import Recipe, fitting
 
 QUICK = [
     "SGD, dict(lr=0.1)",
@@ -27,15 +26,6 @@ SLOW = ("Rare", "Recomputed", "Experts", "Tied")
 __all__ = ["recipe", "smaller", "source"]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    seed: int
-    net: str
-    optimizer: str
-    early: bool
-    lines: tuple[Line, ...]
-
-
 def recipe(seed: int) -> Recipe:
     dice = random.Random(seed)
     nets = NETS if dice.random() < 0.2 else [name for name in NETS if name not in SLOW]
@@ -43,8 +33,7 @@ def recipe(seed: int) -> Recipe:
     optimizer = dice.choice(QUICK if dice.random() < 0.85 else OPTIMIZERS)
     if net == "halved" and "fused" in optimizer:
         optimizer = QUICK[0]  # torch's fused SGD reads momentum in bfloat16 that nobody has written
-    beside = f"{net} {optimizer}"
-    names = [name for name in STATEMENTS if not any(word in beside for word in EXCLUDED.get(name, ()))]
+    names = fitting(STATEMENTS, net, optimizer)
     stepping = [name for name in names if name in STEPPING]
     first = drawn_line(dice, COMMON[:1], 1.0, names)
     lines = tuple(drawn_line(dice, COMMON, 0.4, names if dice.random() < 0.5 else stepping) for _ in range(dice.randint(3, 10)))

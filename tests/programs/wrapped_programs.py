@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from served_programs import EXCLUDES, OPTIMIZERS, Line, drawn_line, smaller
@@ -30,10 +31,15 @@ class Recipe:
 def recipe(seed: int) -> Recipe:
     dice = random.Random(seed)
     net, optimizer, early = dice.choice(NETS), dice.choice(OPTIMIZERS), dice.random() < 0.3
-    beside = f"{net} {optimizer}"
-    names = [name for name in STATEMENTS if not any(word in beside for word in EXCLUDED.get(name, ()))]
+    names = fitting(STATEMENTS, net, optimizer)
     lines = tuple(drawn_line(dice, COMMON, 0.35, names) for _ in range(dice.randint(5, 16)))
     return Recipe(seed, net, optimizer, early, lines)
+
+
+def fitting(statements: Iterable[str], net: str, optimizer: str) -> list[str]:
+    """Those that say something beside this model and this optimizer."""
+    beside = f"{net} {optimizer}"
+    return [name for name in statements if not any(word in beside for word in EXCLUDED.get(name, ()))]
 
 
 def source(made: Recipe) -> str:

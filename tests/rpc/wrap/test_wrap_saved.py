@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,36 +263,21 @@ def replacing(folder: str) -> None:
     model.close()
 
 
-def replaced(meeting: Meeting) -> None:
-    meeting.join()
-    meeting.step("joined", 6)
-    if meeting.rank:
-        meeting.hear("done", timeout=150.0)
-        rpc.shutdown(graceful=False)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        replacing(folder)
-    meeting.say("done")
-    places.close_streams()
-    rpc.shutdown(graceful=False)
-
-
 def test_a_replacement_that_fails_midway_is_called_again():
-    outcomes = run_group(replaced, 6, dynamic=True, timeout=200.0)
+    outcomes = run_group(partial(scenario, 6, replacing), 6, dynamic=True, timeout=200.0)
     results([outcome for rank, outcome in enumerate(outcomes) if rank not in (1, 2)])
     assert all(outcomes[rank].exit_code == -9 for rank in (1, 2))
 
 
-def scenario(meeting: Meeting) -> None:
+def scenario(size: int, program: Callable[[str], None], meeting: Meeting) -> None:
     meeting.join()
-    meeting.step("joined", 5)
+    meeting.step("joined", size)
     if meeting.rank:
         meeting.hear("done", timeout=150.0)
         rpc.shutdown(graceful=False)
         return
     with tempfile.TemporaryDirectory() as folder:
-        training(folder)
-        batches(folder)
+        program(folder)
     meeting.say("done")
     places.close_streams()
     rpc.shutdown(graceful=False)
@@ -305,8 +291,13 @@ def test_threads_find_the_operators_of_checkpoints_made():
     assert found.stdout.split() == ["True", "True"]
 
 
+def trainings(folder: str) -> None:
+    training(folder)
+    batches(folder)
+
+
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_the_same_bits():
-    outcomes = run_group(scenario, 5, dynamic=True, timeout=250.0)
+    outcomes = run_group(partial(scenario, 5, trainings), 5, dynamic=True, timeout=250.0)
     results([outcome for rank, outcome in enumerate(outcomes) if rank not in (1, 3, 4)])
     assert all(outcomes[rank].exit_code == -9 for rank in (1, 3, 4))
 
