@@ -57,11 +57,10 @@ def named(names: list[str]) -> list[str]:
     return [each for name in names for each in every if each == name or (each.startswith(f"{name}_") and name not in every)]
 
 
-@pytest.mark.parametrize("mode", ["remote", "mixed"])
-def test_operators_are_those_of_one_process(mode: str) -> None:
+def test_operators_are_those_of_one_process() -> None:
     names = named(QUICK)
     assert len(names) > 80
-    rows = operators.run(operators.jobs_of(names, [torch.float32], [mode]), 1)
+    rows = operators.run(operators.jobs_of(names, [torch.float32], ["remote", "mixed"]), 1)
     wrong = [row for row in rows if row.verdict != "equal"]
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -14,6 +14,7 @@ from rdmarpc.transport.words import compiled, compiler, machine
 from rdmarpc.transport.words.symbols import CFunction, Kernel, i32, i64, inline, void
 
 FORTY = 40
+RANDOM = 8
 _llabs, _abs = CFunction("llabs", i64(i64)), CFunction("abs", i32(i32))
 _VALUES = (-7, -3, -1, 0, 1, 2, 5, 41)
 _LEAST = -(1 << 63)
@@ -159,12 +160,12 @@ def _program(chance):
 
 def test_random_programs(tmp_path, monkeypatch):
     chance = random.Random(7)
-    source = "".join(f"def f{number}(a, b):\n    {_program(chance)}\n" for number in range(25))
+    source = "".join(f"def f{number}(a, b):\n    {_program(chance)}\n" for number in range(RANDOM))
     (tmp_path / "random_kernels.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     made = importlib.import_module("random_kernels")
-    for number in range(25):
+    for number in range(RANDOM):
         function = getattr(made, f"f{number}")
         kernel = compiled.compiled(i64(i64, i64))(function)
         for a, b in ((0, 0), (1, -5), (17, 3), (-8, 20)):
