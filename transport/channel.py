@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -256,15 +257,25 @@ class Channel(abc.ABC):
         check_notify(imm)
         return self.records + imm * RECORD_BYTES
 
-    @abc.abstractmethod
     def abort(self, timeout: float = 5.0) -> None:
         """Stop both directions for good. No copy touches memory of this process once it returns. Raises ``TransferTimeout``
         after ``timeout`` seconds if the peer's process is suspended in the middle of a copy: the target of that copy is then
         not safe to reuse."""
+        if os.getpid() == self.device.pid:
+            self._abort(timeout)
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Tell the peer, and release the connection. Idempotent."""
+        if os.getpid() == self.device.pid:
+            self._close()
+
+    @abc.abstractmethod
+    def _abort(self, timeout: float) -> None:
+        """``abort``, in the process that opened the device."""
+
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """``close``, likewise."""
 
     def forked(self, error: RdmaError) -> None:
         """Make every use in a forked child raise ``error``. Sends nothing to the peer and takes no lock."""
