@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from .errors import NotSupported, RdmaError, fresh
-from .memory.arena import Block, Pool
+from .memory.arena import Pool
 from .notify import Count, Expectation
 from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .words.signals import MAX_NOTIFY, RECORD_BYTES
@@ -191,14 +191,6 @@ class Channel(abc.ABC):
         self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return (self.own_pool or self.pool).tensor(sizes, dtype or torch.get_default_dtype())
-
-    def landing(self, nbytes: int) -> tuple[Block, bytes]:
-        """A fresh block of ``pool`` (``nbytes`` > 0) and its descriptor. The caller owns the block, and gives it to
-        ``arena.free`` or ``arena.hold`` exactly once."""
-        self.check()
-        block, device = self.device.arena.allocate(nbytes, self.own_pool or self.pool), self.device
-        segment = block.segment
-        return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)
 
     # -- copies
 
