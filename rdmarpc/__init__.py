@@ -60,11 +60,6 @@ if TYPE_CHECKING:
     from . import profiling as profiling
     from . import timeline as timeline
     from . import transport as transport
-    from .api import _get_current_rpc_agent as _get_current_rpc_agent
-    from .api import _get_debug_info as _get_debug_info
-    from .api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
-    from .api import _rref_context_get_debug_info as _rref_context_get_debug_info
-    from .api import _set_rpc_timeout as _set_rpc_timeout
     from .api import get_rpc_timeout as get_rpc_timeout
     from .api import get_worker_info as get_worker_info
     from .api import init_rpc as init_rpc

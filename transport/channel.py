@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 
 from .errors import NotSupported, RdmaError, fresh
-from .memory.arena import Block, Pool
+from .memory.arena import Pool
 from .notify import Count, Expectation
 from .region import Array, Region, RemoteRegion, as_tensor, local_bytes
 from .words.signals import MAX_NOTIFY, RECORD_BYTES
@@ -191,14 +192,6 @@ class Channel(abc.ABC):
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return (self.own_pool or self.pool).tensor(sizes, dtype or torch.get_default_dtype())
 
-    def landing(self, nbytes: int) -> tuple[Block, bytes]:
-        """A fresh block of ``pool`` (``nbytes`` > 0) and its descriptor. The caller owns the block, and gives it to
-        ``arena.free`` or ``arena.hold`` exactly once."""
-        self.check()
-        block, device = self.device.arena.allocate(nbytes, self.own_pool or self.pool), self.device
-        segment = block.segment
-        return block, RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes)
-
     # -- copies
 
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
@@ -256,15 +249,25 @@ class Channel(abc.ABC):
         check_notify(imm)
         return self.records + imm * RECORD_BYTES
 
-    @abc.abstractmethod
     def abort(self, timeout: float = 5.0) -> None:
         """Stop both directions for good. No copy touches memory of this process once it returns. Raises ``TransferTimeout``
         after ``timeout`` seconds if the peer's process is suspended in the middle of a copy: the target of that copy is then
         not safe to reuse."""
+        if os.getpid() == self.device.pid:
+            self._abort(timeout)
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Tell the peer, and release the connection. Idempotent."""
+        if os.getpid() == self.device.pid:
+            self._close()
+
+    def _abort(self, timeout: float) -> None:
+        """``abort``, in the process that opened the device."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """``close``, likewise."""
+        raise NotImplementedError
 
     def forked(self, error: RdmaError) -> None:
         """Make every use in a forked child raise ``error``. Sends nothing to the peer and takes no lock."""

@@ -482,7 +482,7 @@ def _open_device(options: RpcBackendOptions, on_connect: Callable[[Channel], byt
 
 def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> None:
     """Raise ``NotSupported`` now, not at the first call, if a worker cannot be reached in the way that ``require`` asks for."""
-    for record in group.workers.records() if options.require else ():
+    for record in group.workers.records.values() if options.require else ():
         if record.number != group.number and (why := device.why_not(record.address.encode())):
             group.leave()
             hint = "`rdmarpc doctor` at both workers says what is missing"
@@ -492,7 +492,7 @@ def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> Non
 def _warn_of_crowds(group: Group) -> None:
     """Say once a host that its workers take the cores from each other. In a dynamic group the first workers meet nobody yet."""
     record = group.record(group.number)
-    beside = [each.number for each in group.workers.records() if record is not None and each.host == record.host]
+    beside = [each.number for each in group.workers.records.values() if record is not None and each.host == record.host]
     why = environment.crowded(len(beside), torch.get_num_threads(), len(processors()))
     if why and group.number == min(beside):
         logging.getLogger("rdmarpc").warning("%s", why)

@@ -54,7 +54,7 @@ from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
 from . import profiled
-from .memory import Handovers, sole_block
+from .memory import Handovers
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
@@ -446,7 +446,7 @@ class Callee:
         out = NOTHING
         if whole:
             flags, payload = FLAT, serialize.ONE_TENSOR
-            if link.channel.can_adopt and (block := sole_block(result, self.device.arena)):
+            if link.channel.can_adopt and (block := self.device.arena.sole_block(result)):
                 place = self.handovers.give(link.channel, link.pool, result, block)
                 out = NOTHING if place is None else pack_handed(result, place)
             tensors = [] if out.tensors else [result]

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ..transport import Arena, ArenaFull, Block, Channel, Device, Pool, RemoteRegion, kernels, size_class, sole
+from ..transport import Arena, ArenaFull, Block, Channel, Device, Pool, RemoteRegion, kernels, size_class
 
 DEFAULT_S = 10.0
 _GRACE_S = 1.0
@@ -113,17 +113,6 @@ class Patience:
 
 
 _WORDS, _WORD_BYTES = 256, 8
-
-
-def sole_block(tensor: torch.Tensor, arena: Arena) -> Block | None:
-    """The block of the arena that this tensor, which ``travels``, lies in, if the caller's one variable is all that refers to
-    the tensor and to its storage: no view, no graph, no user."""
-    if sole.references(tensor) != sole.PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
-        return None
-    storage = tensor.untyped_storage()
-    if sole.storage_uses(storage._cdata) != sole.STORAGE_USES or sole.references(storage) != sole.STORAGE:
-        return None
-    return arena.leased(storage)
 
 
 class _Board:

@@ -90,10 +90,10 @@ class Engine:
             streams.begin(plan, self.sequence, source, target, patient=aside.on)
             while (status := streams.advance(_SLICE_NS)) != exchange.OK:
                 if status == exchange.MISMATCH:
-                    raise self._mismatch(streams.at_fault())
-                self._look(status == exchange.CLOSED)
+                    raise self._mismatch(streams)
+                self._look(streams, status == exchange.CLOSED)
             if plan.changes:
-                self._naming(partial(streams.grow, plan, self.limit, partial(self._look, False)))
+                self._naming(partial(streams.grow, plan, self.limit, partial(self._look, streams, False)))
                 self._plans.clear()
 
     def _naming(self, use: Callable[[], None]) -> None:
@@ -103,10 +103,10 @@ class Engine:
         except PeerLost as error:
             raise self.members.cause(error, f" during {self.told(self.signature)}") from None
 
-    def _look(self, closed: bool) -> None:
+    def _look(self, streams: exchange.Streams, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""
         self.check()
-        self.members.look(self._gone, f" during {self.told(self.signature)}")
+        self.members.look(partial(self._gone, streams), f" during {self.told(self.signature)}")
         if closed:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:
@@ -114,20 +114,16 @@ class Engine:
             why = f"{what}, was not done within {self.limit:g} s: {self.missing()}"
             raise TransferTimeout(why, hint="the timeout of init_process_group or new_group sets this limit")
 
-    def _gone(self) -> PeerLost | None:
+    def _gone(self, streams: exchange.Streams) -> PeerLost | None:
         """What to raise if a member has left that is needed."""
-        streams = self.streams
-        assert streams is not None
         for rank, lane in streams.lanes.items():
             if has_left(lane) and streams.needs(rank):
                 what = self.told(self.signature)
                 return PeerLost(f"rank {self.ranks[rank]} has left the group, and {what} needs it", peer=lane.channel.peer)
         return None
 
-    def _mismatch(self, rank: int) -> Mismatch:
-        streams = self.streams
-        assert streams is not None
-        found = streams.header(rank)
+    def _mismatch(self, streams: exchange.Streams) -> Mismatch:
+        found = streams.header(rank := streams.at_fault())
         assert found is not None
         head, nbytes = found
         ours, theirs = self.told(self.signature), self.told(Signature.of(head.code, head.elements))

@@ -141,11 +141,17 @@ class Wave:
         self.call(worker, deliver, (self.header + heads, gradients))
 
     def heard(self, worker: int, answer: tuple[bytes, Any]) -> None:
-        """An answer to one of our calls came from ``worker``. Raises what ended the pass."""
-        reply = _load_reply(*answer)
-        self.holders |= reply.holders
-        for message, gradients in reply.arrivals:
-            self.run_.arrive(worker, message, gradients)
+        """An answer to one of our calls (``_answered``) came from ``worker``: several gradients as a tuple. Raises what ended
+        the pass."""
+        packed, gradients = answer
+        error, holders = _ANSWER.unpack_from(packed)
+        if error:
+            raise errors.load_located(packed[_ANSWER.size :])
+        end = _ANSWER.size + holders * _HOLDER.size
+        if holders:
+            self.holders |= _unpacked(packed[_ANSWER.size : end])
+        for message, some in _unpack(packed[end:], (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()):
+            self.run_.arrive(worker, message, some)
         if self.run_.held or self.run_.static:
             self.go_on()
 
@@ -396,16 +402,6 @@ def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
     heads, gradients = _pack(result.arrivals)
     holders = _packed(result.holders) if result.holders else b""
     return _ANSWER.pack(0, len(result.holders)) + holders + heads, gradients
-
-
-def _load_reply(packed: bytes, gradients: Any) -> Reply:
-    """``gradients``: a tuple of them, or the only one."""
-    error, holders = _ANSWER.unpack_from(packed)
-    if error:
-        raise errors.load_located(packed[_ANSWER.size :])
-    end = _ANSWER.size + holders * _HOLDER.size
-    gradients = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
-    return Reply(_unpack(packed[end:], gradients), _unpacked(packed[_ANSWER.size : end]) if holders else set())
 
 
 # -- the arguments of a backward pass, checked: the roots that users name, and the context

@@ -133,7 +133,7 @@ class Losses:
             self.kept.append((link.channel, [link, *touched]))
         self._links.gone_rows.append(link)
         self._progress.poller.kick()
-        record = self._group.workers.record(link.worker)
+        record = self._group.workers.records.get(link.worker)
         if self._group.dynamic and record is not None:
             known = bool(link.goodbye[0]) or error.status in _OF_ITS_PROCESS
             if not left and (known or not listens(self._device, record)):  # else it is a member, for all others

@@ -45,30 +45,28 @@ _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run th
 
 class Landing:
     """Fresh memory promised to the peer of a channel: one block for each of ``sizes`` (bytes), with room up to its size class.
-    ``places``: the descriptors to hand out, joined. What is not taken goes back when this dies."""
+    ``places``: the descriptors to hand out, joined. ``blocks``: those that were not taken, the next one last; they go back when
+    this dies."""
 
-    __slots__ = ("_arena", "_blocks", "places", "sizes")
+    __slots__ = ("_arena", "blocks", "places", "sizes")
 
     def __init__(self, channel: Channel, sizes: tuple[int, ...]) -> None:
         """Raises ``ArenaFull``, and the error of a channel that has ended."""
-        self._arena, self.sizes = channel.device.arena, sizes
-        self._blocks: list[Block] = []
+        channel.check()
+        device, pool = channel.device, channel.own_pool or channel.pool
+        self._arena, self.sizes = device.arena, sizes
+        self.blocks: list[Block] = []
         places = []
         for size in sizes:
-            block, place = channel.landing(size)
-            self._blocks.append(block)
-            places.append(place)
-        self._blocks.reverse()
+            block = device.arena.allocate(size, pool)
+            self.blocks.append(block)
+            segment = block.segment
+            places.append(RemoteRegion.packed(device.uid, device.epoch, segment.number, segment.key, block.offset, size))
+        self.blocks.reverse()
         self.places = b"".join(places)
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """The next block, as a tensor of bytes that were written to it."""
-        if not self._blocks or nbytes > self._blocks[-1].nbytes:
-            raise RdmaError("a tensor was written to a landing place that is not known here")
-        return self._arena.hold(self._blocks.pop(), nbytes, torch.uint8, nbytes)
-
     def __del__(self) -> None:
-        for block in self._blocks:
+        for block in self.blocks:
             self._arena.free(block)
 
 
@@ -290,9 +288,9 @@ def unpack(
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
-                if landing is None:
+                if landing is None or not landing.blocks or what.nbytes > landing.blocks[-1].nbytes:
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
-                run = landing.take(what.nbytes)
+                run = channel.device.arena.hold(landing.blocks.pop(), what.nbytes, torch.uint8, what.nbytes)
             elif (found := next(left, None)) is not None:
                 run = found
             else:

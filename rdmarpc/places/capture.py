@@ -439,8 +439,7 @@ class Capture(TorchDispatchMode):
         """Of its storage, if the call has made that."""
         if type(tensor) is RemoteTensor:
             return self.made.get(tensor._handle.name)
-        key = self.find(tensor)
-        return key if key is not None and self.locals[key].made else None
+        return self.still(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
     def settle(self, ours: set[int]) -> None:
         """Find out what the call has left. Nothing of the program has its results any more. ``ours``: names, and addresses of
@@ -467,13 +466,8 @@ class Capture(TorchDispatchMode):
             if tensor is None or not (tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))):
                 continue
             self.leaves.append(ref)
-            grad = tensor.grad
-            if type(grad) is RemoteTensor:
-                number = self.made.get(grad._handle.name)
-                if number is not None:
-                    self.gradients.append((number, ref))
-            elif grad is not None and (key := self.find(grad)) is not None and self.locals[key].made:
-                self.gradients_here.append((key, ref))
+            if tensor.grad is not None and (number := self._number_of(tensor.grad)) is not None:
+                (self.gradients if type(tensor.grad) is RemoteTensor else self.gradients_here).append((number, ref))
 
 
 def _asks(op: Operator) -> str:

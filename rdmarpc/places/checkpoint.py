@@ -279,10 +279,9 @@ def _empty(stored: Any, place: Stream | None, parameter: torch.Tensor | None = N
 
     if not isinstance(stored, TensorStorageMetadata):
         return None
-    like = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu" if place is None else "meta")
-    if parameter is not None and parameter.shape == like.shape:
-        like = torch.empty_strided(like.shape, parameter.stride(), dtype=like.dtype, device=like.device)
-    return like if place is None else make_empty(place, tuple(like.shape), like.stride(), like.dtype)
+    like = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+    strides = like.stride() if parameter is None or parameter.shape != like.shape else parameter.stride()
+    return make_empty(place, like.shape, strides, like.dtype)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -82,10 +82,7 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: A
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
-    place, dtype = place_named(device), dtype or torch.get_default_dtype()
-    if place is None:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    return make_empty(place, tuple(size), tuple(stride), dtype)
+    return make_empty(place_named(device), size, stride, dtype or torch.get_default_dtype())
 
 
 def _brought(factory: Any, *args: Any, device: Any = None, pin_memory: Any = None, **rest: Any) -> Any:

@@ -608,7 +608,7 @@ class Program:
                 elif isinstance(step, Ran):
                     self._here(step, call)
                 elif isinstance(step, Brought):
-                    call.brought[step.made] = step.stream.bring(self._value(step.source, call))[0]
+                    call.brought[step.made] = step.stream.bring(self._filled(step.source, call))[0]
                 else:
                     name, at = (word if isinstance(word, int) else self._found(word, call) for word in step.ref)
                     call.locals[step.made.key] = step.stream.fetch(name, at, step.meta, step.made.offset)
@@ -662,7 +662,7 @@ class Program:
                 call.locals.setdefault(plain.key, tensor)
 
     def _filled(self, value: Any, call: Call) -> Any:
-        """A value with the tensors of this call."""
+        """A value with the tensors of this call, besides those that are kept."""
         if isinstance(value, Plain):
             return self._value(value, call)
         if isinstance(value, list):
@@ -671,9 +671,7 @@ class Program:
             return {name: self._filled(each, call) for name, each in value.items()}
         return value
 
-    def _value(self, plain: Any, call: Call) -> torch.Tensor:
-        if not isinstance(plain, Plain):
-            return plain  # a kept one
+    def _value(self, plain: Plain, call: Call) -> torch.Tensor:
         local, offset = self._capture.locals[plain.key], plain.offset
         if local.argument is not None:
             base = call.arguments[local.argument]

@@ -499,13 +499,12 @@ class Stream:
                 offset = region.take(nbytes, done)
                 if offset is not None:
                     return region, offset
-            if self.urgent:  # what has died, places among it: not looked through, for finalisers add to it meanwhile
+            large = sum(region.nbytes for region in regions) >= 4 * _REGION_BYTES
+            # What has died may have places: it is not looked through, for finalisers add to it meanwhile.
+            if self.urgent or (large and any(region.freed for region in regions)):
                 self.synchronize()
-                continue
-            if sum(region.nbytes for region in regions) >= 4 * _REGION_BYTES and any(region.freed for region in regions):
-                self.synchronize()
-                continue
-            regions.append(self._new_region(source, max(nbytes, _REGION_BYTES, *(2 * r.nbytes for r in regions), 0)))
+            else:
+                regions.append(self._new_region(source, max(nbytes, _REGION_BYTES, *(2 * r.nbytes for r in regions), 0)))
 
     def _new_region(self, source: Stream | None, nbytes: int) -> Region:
         number = next(_numbers)

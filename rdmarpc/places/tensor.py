@@ -25,7 +25,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -1079,8 +1079,10 @@ def _made_at(device: torch.device, op: Operator, args: tuple[Any, ...], kwargs: 
     return op.func(*_without_memory(args), **kwargs)
 
 
-def make_empty(place: Stream, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor at a worker."""
+def make_empty(place: Stream | None, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor at a place."""
+    if place is None:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     return post(place, operator(aten.empty_strided.default), (list(shape), list(strides)), {"dtype": dtype, "device": _CPU})
 
 

@@ -212,7 +212,7 @@ class WrappedModel(Extension):
             for name, tensor in tensors.values()
             if type(tensor) is RemoteTensor and tensor._handle.stream.worker in left
         ]
-        rooms = {name: _room_for(tensor, place) for name, tensor, place in moves}
+        rooms = {name: make_empty(place, each.shape, each.stride(), each.dtype) for name, each, place in moves}
         fill(rooms, key, folder, beside)
         for stream in streams():
             if stream.worker == successor:
@@ -255,12 +255,6 @@ class WrappedModel(Extension):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class: tensors keep their places in a copy, and lie on the CPU in a file."""
         return as_original(super().__reduce_ex__(protocol), self._original, "_placement")
-
-
-def _room_for(tensor: torch.Tensor, place: Stream | None) -> torch.Tensor:
-    if place is None:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return make_empty(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class Replicas:

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -239,11 +240,9 @@ class Server(threading.Thread):
 
     def _alarm(self) -> None:
         for client in self._clients.values():
-            try:
-                if client.alarm is not None:
+            if client.alarm is not None:
+                with suppress(RdmaError):  # it is gone, too
                     client.alarm.post()
-            except (PeerLost, RdmaError):
-                continue  # it is gone, too
 
 
 def _same_tensors(mine: Bundle, theirs: Bundle, worker: str) -> None:

@@ -316,24 +316,22 @@ class CudaChannel(ShmChannel):
             lane.sweep()
             lane.look()
 
-    def abort(self, timeout: float = 5.0) -> None:
+    def _abort(self, timeout: float) -> None:
         failed: TransferTimeout | None = None
         try:
-            super().abort(timeout)
+            super()._abort(timeout)
         except TransferTimeout as error:
             failed = error
-        if os.getpid() == self.device.pid and self.inboxes.copying:
+        if self.inboxes.copying:
             why = "a copy of ours is still under way: what its stream was given before it has not ended"
             raise TransferTimeout(why, peer=self.peer, device="cuda") from None
         if failed is not None:
             raise failed
 
-    def close(self) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _close(self) -> None:
         if self.error is None:  # what was posted is still to arrive
             self.lanes.idle(self.device.close_deadline())
-        super().close()
+        super()._close()
         self._leave(now=True)
 
     def lose(self, error: RdmaError) -> None:

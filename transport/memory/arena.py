@@ -20,12 +20,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
 
 from ..errors import ArenaFull, RdmaError
 from ..peers.guard import REFUSED
+from . import sole
 from .mapping import Shown, leave, watch
 
 ALIGN = 64
@@ -39,6 +41,7 @@ READ, WRITE, OWN = range(3)
 _RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20
+_MOST_SIZES = 4096
 TENSORS, SLOTS, RINGS = "tensors of this program", "slots of served models", "rings"
 """The purposes of memory (``Arena.note``)."""
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -137,6 +140,7 @@ def _memory_of_host() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@lru_cache(_MOST_SIZES)
 def size_class(nbytes: int) -> int:
     """The rounded size, in bytes, that an allocation of ``nbytes`` takes."""
     nbytes = max(nbytes, ALIGN)
@@ -347,9 +351,15 @@ class Arena:
         assert found is not None
         found[0].reserve_range(found[1], tensor.nbytes)
 
-    def leased(self, storage: torch.UntypedStorage) -> Block | None:
-        """The block that lives exactly as long as this storage; ``None`` for any other storage, also one that another library
-        made over our memory."""
+    def sole_block(self, tensor: torch.Tensor) -> Block | None:
+        """The block that lives exactly as long as the storage of this tensor, which ``travels``, if the caller's one variable
+        is all that refers to the tensor and to its storage: no view, no graph, no user. ``None`` for any other storage, also
+        one that another library made over our memory."""
+        if sole.references(tensor) != sole.PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
+            return None
+        storage = tensor.untyped_storage()
+        if sole.storage_uses(storage._cdata) != sole.STORAGE_USES or sole.references(storage) != sole.STORAGE:
+            return None
         lease = self._leases.get(storage.data_ptr())
         return lease.block if lease is not None and lease.storage == storage._cdata else None
 

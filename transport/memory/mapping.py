@@ -23,7 +23,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -183,8 +182,8 @@ class Shown(NamedTuple):
 _taken = threading.local()
 """``copy``: that for the child that this thread forks, or ``None``: start, bytes, and its parts (where it belongs, bytes)."""
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
-_left: dict[int, tuple[int, int, weakref.ref[memoryview]]] = {}
-"""The tensors that outlived their owners, by address, which is theirs for as long as they live."""
+_left: weakref.WeakValueDictionary[tuple[int, int], memoryview] = weakref.WeakValueDictionary()
+"""The tensors that outlived their owners, by address and bytes, which are theirs for as long as they live."""
 
 
 def watch(owner: Any) -> None:
@@ -195,11 +194,7 @@ def watch(owner: Any) -> None:
 def leave(tensors: Iterable[Shown]) -> None:
     """Copy these before every fork, for as long as they live: their owner ends."""
     for address, nbytes, view in tensors:
-        _left[address] = (address, nbytes, weakref.ref(view, partial(_forget, address)))
-
-
-def _forget(address: int, _: object) -> None:
-    _left.pop(address, None)
+        _left[address, nbytes] = view
 
 
 def _pages(tensors: Iterable[Shown]) -> list[tuple[int, int]]:
@@ -216,9 +211,7 @@ def _pages(tensors: Iterable[Shown]) -> list[tuple[int, int]]:
 def _before() -> None:
     _taken.copy = None
     tensors = [each for owner in list(_owners) for each in owner.shown()]
-    for address, nbytes, left in list(_left.values()):
-        if (view := left()) is not None:
-            tensors.append(Shown(address, nbytes, view))
+    tensors += [Shown(*left.key, view) for left in _left.valuerefs() if (view := left()) is not None]
     pages = _pages(tensors)
     if not pages:
         return

@@ -166,7 +166,9 @@ class Pulse:
         self._buffers = np.zeros((MAX_BUFFERS, 2), np.int64)
         small = np.zeros(SMALL_BYTES, np.uint8)
         self._small, self._small_at = memoryview(small), small.ctypes.data
-        self._frame, self._drop = frame, drop
+        self._frame = frame
+        self.end = drop
+        """Gives the row back. Call it once, after ``close``."""
         self.at = row.ctypes.data
         """The address of the row."""
         row[1:] = 0
@@ -213,10 +215,6 @@ class Pulse:
             if kernels.load(self.at) == SHUT:
                 return
             time.sleep(0)
-
-    def end(self) -> None:
-        """Give the row back. Call it once, after ``close``."""
-        self._drop()
 
 
 TICK_NS = 250_000_000

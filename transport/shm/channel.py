@@ -278,9 +278,7 @@ class ShmChannel(Channel):
     def peer_copies(self) -> bool:
         return self.inboxes.peer_copies and runs(self.pid)
 
-    def abort(self, timeout: float = 5.0) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _abort(self, timeout: float) -> None:
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="shm", status="ABORTED"))
         self.inboxes.close()
         limit = int(timeout * 1e9)
@@ -291,9 +289,7 @@ class ShmChannel(Channel):
         if any(result != kernels.OK for result in done) and alive:
             raise TransferTimeout("the peer is stopped in the middle of a copy into our memory", peer=self.peer, device="shm")
 
-    def close(self) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _close(self) -> None:
         self.end(PeerLost("the channel was closed here", peer=self.peer, device="shm", status="CLOSED"))
         self.inboxes.close()
         with self._end_lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 import threading
 import time
@@ -209,9 +208,7 @@ class TcpChannel(Channel):
         self._posts.error = error
         self.outbox.lock, self.reader.lock = threading.RLock(), threading.RLock()  # the parent's threads may hold the old ones
 
-    def abort(self, timeout: float = 5.0) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _abort(self, timeout: float) -> None:
         unanswered = self._posts.last > self._posts.answered
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="tcp", status="ABORTED"))
         self._hang_up()
@@ -221,9 +218,7 @@ class TcpChannel(Channel):
         if unanswered:
             raise TransferTimeout("the peer may be stopped in the middle of our copy", peer=self.peer, device="tcp")
 
-    def close(self) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _close(self) -> None:
         deadline = self.device.close_deadline()
         self._posts.urge(self._posts.last)
         while (self._posts.waiting or not self.outbox.empty) and self.error is None and not self._io.is_current():

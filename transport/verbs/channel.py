@@ -8,7 +8,6 @@ packets for it, however long they were on their way."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -228,14 +227,10 @@ class VerbsChannel(Channel):
         """End the channel because it broke, and tell the listener once."""
         self.device.lost(self, error)
 
-    def abort(self, timeout: float = 5.0) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _abort(self, timeout: float) -> None:
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="verbs", status="ABORTED"))
 
-    def close(self) -> None:
-        if os.getpid() != self.device.pid:
-            return
+    def _close(self) -> None:
         deadline = self.device.close_deadline()
         while self.error is None and time.monotonic() < deadline:
             if not self.later and self.lane.posted <= self.lane.reached:

@@ -52,7 +52,7 @@ from .atomics import (
 from .compiled import compiled
 from .completions import asleep, awake, poll
 from .signals import signal
-from .symbols import i64
+from .symbols import i64, inline
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
 _CROWDED_NS = 50_000
@@ -210,6 +210,19 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     return _leave(block, inflight, stats, nbytes)
 
 
+@inline
+def _rest(looks: int, start: int, spin_ns: int) -> int:
+    """Between two looks of a waiter that began to give its core away at ``start``: 0 once it has to sleep."""
+    if looks < _PAUSES:
+        pause()
+        return 1
+    at = now()
+    if at - start >= spin_ns:
+        return 0
+    sched_yield()
+    return 1 if now() - at <= _CROWDED_NS else 0
+
+
 @compiled(i64(i64, i64, i64, i64, i64))
 def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) -> int:
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
@@ -221,16 +234,9 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
         if load_acquire(record) >= target:
             return OK
         looks += 1
-        if looks < _PAUSES:
-            pause()
-            continue
-        at = now()
         if looks == _PAUSES:
-            start, spin_ns = at, min(load_acquire(budget), slice_ns)
-        if at - start >= spin_ns:
-            break
-        sched_yield()
-        if now() - at > _CROWDED_NS:
+            start, spin_ns = now(), min(load_acquire(budget), slice_ns)
+        if _rest(looks, start, spin_ns) == 0:
             break
     if slice_ns <= 0:
         return TIMEOUT
@@ -299,16 +305,9 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
         if word != 0 and load_acquire(word) != expected:
             return CHANGED
         looks += 1
-        if looks < _PAUSES:
-            pause()
-            continue
-        at = now()
         if looks == _PAUSES:
-            start, spin_ns = at, min(load_acquire(budget), slice_ns)
-        if at - start >= spin_ns:
-            break
-        sched_yield()
-        if now() - at > _CROWDED_NS:
+            start, spin_ns = now(), min(load_acquire(budget), slice_ns)
+        if _rest(looks, start, spin_ns) == 0:
             break
     if slice_ns <= 0:
         return TIMEOUT

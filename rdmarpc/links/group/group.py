@@ -233,29 +233,26 @@ class Group:
                 # Without the store nobody can join any more, so the members that we know stay.
                 logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
                 return
-            before = self.workers.records()
+            before = self.workers.records
             if self._mine not in records:  # others gave us up, or we are leaving: our own record stays all the same
                 records = [self._mine, *records]
             self.workers.replace(records)
-        for record in before:
-            if self.workers.record(record.number) is None:
-                self.missed(record.number)
+        for number in before:
+            if number not in self.workers.records:
+                self.missed(number)
 
     def record(self, number: int) -> Record | None:
         """The record of a worker that is in the group now, ``None`` for any other. Reads the members again for an unknown
         number."""
-        record = self.workers.record(number)
-        if record is None:
+        if number not in self.workers.records:
             self.refresh()
-            record = self.workers.record(number)
-        return record
+        return self.workers.records.get(number)
 
     def worker(self, number: int) -> WorkerInfo:
         """The worker that has, or had, that number (see ``Record``). Raises ``PeerLost`` if it left before we heard of it."""
-        info = self.workers.ever.get(number)
-        if info is None:
+        if number not in self.workers.ever:
             self.refresh()
-            info = self.workers.ever.get(number)
+        info = self.workers.ever.get(number)
         if info is None:
             self.missed(number)
             raise self.departed(number)
@@ -277,7 +274,7 @@ class Group:
         if not by_name and type(to) not in (int, bool):
             raise ValueError(f"Cannot get WorkerInfo from name {to}")
         for again in (True, False):
-            found = self.workers.by_name.get(to) if by_name else self.workers.get(to)
+            found = self.workers.by_name.get(to) if by_name else self.workers.by_rank.get(to)
             if found is not None and not (again and found.number in self.lost):
                 return found
             if again:

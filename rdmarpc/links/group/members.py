@@ -65,7 +65,8 @@ def record_key(secret: bytes, group: str) -> bytes:
 
 
 class Members:
-    """The workers by number (``Record``) and rank, iterated in rank order. Any thread reads; ``replace`` swaps whole tables."""
+    """The workers that are members now, iterated in rank order. Any thread reads the tables, which never change: ``replace``
+    swaps them."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.ever: dict[int, WorkerInfo] = {}
@@ -76,28 +77,19 @@ class Members:
         ordered = sorted(records, key=lambda record: record.rank)
         infos = [WorkerInfo(record.name, record.rank, record.number) for record in ordered]
         self.ever.update((info.number, info) for info in infos)
-        self._records = {record.number: record for record in ordered}
-        self._infos = {info.id: info for info in infos}
+        self.records = {record.number: record for record in ordered}
+        """By number."""
+        self.by_rank = {info.id: info for info in infos}
         self.by_name = {info.name: info for info in infos}
 
-    def record(self, number: int) -> Record | None:
-        """The record of a worker that is a member now; ``None`` for any other number."""
-        return self._records.get(number)
-
-    def records(self) -> list[Record]:
-        return list(self._records.values())
-
-    def get(self, rank: int) -> WorkerInfo | None:
-        return self._infos.get(rank)
-
     def __getitem__(self, rank: int) -> WorkerInfo:
-        return self._infos[rank]
+        return self.by_rank[rank]
 
     def __iter__(self) -> Iterator[WorkerInfo]:
-        return iter(list(self._infos.values()))
+        return iter(self.by_rank.values())
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self.by_rank)
 
 
 def twins(name: str, first: int, second: int) -> RuntimeError:

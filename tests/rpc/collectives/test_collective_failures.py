@@ -293,11 +293,11 @@ def test_the_news_of_a_loss_goes_before_that_of_a_leaving(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(meeting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(PeerLost, match="rank 2 was lost"):
-        engine._look(False)
+        engine._look(streams, False)
     monkeypatch.undo()
     lanes[2].channel.error = None
     with pytest.raises(PeerLost, match="rank 1 has left"):
-        engine._look(False)
+        engine._look(streams, False)
 
 
 def _in_backward(meeting: Meeting) -> None:

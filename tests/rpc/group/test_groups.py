@@ -251,7 +251,7 @@ def test_a_killed_worker_is_replaced(device, missed_late):
 def taken_out_by_others(meeting):
     meeting.join()
     group = agent.current().group
-    group.take_out(group.workers.record(group.number))  # as those do who give it up
+    group.take_out(group.workers.records[group.number])  # as those do who give it up
     group.refresh()
     assert rpc.rpc_sync("worker0", abs, (-1,)) == 1 == rpc.rpc_sync(rpc.get_worker_info(), abs, (-1,))
     rpc.shutdown()

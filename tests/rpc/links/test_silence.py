@@ -271,13 +271,13 @@ while True:
 def cut_off(rank):
     if rank == 0:
         workers = agent.current().workers
-        there = workers.record(1)
+        there = workers.records[1]
         kind, host, port, uid = there.address.split(":")
         with subprocess.Popen([sys.executable, "-c", _RELAY, host, port], stdout=subprocess.PIPE, text=True) as relay:
             try:
                 assert relay.stdout is not None
                 through = dataclasses.replace(there, address=f"{kind}:127.0.0.1:{int(relay.stdout.readline())}:{uid}")
-                workers.replace([through if record.rank == 1 else record for record in workers.records()])
+                workers.replace([through if record.rank == 1 else record for record in workers.records.values()])
                 assert rpc.rpc_sync("worker1", identity, (torch.ones(1000),)).sum() == 1000
                 time.sleep(1.5 * TIMEOUT)  # beats travel through the relay too
                 assert rpc.rpc_sync("worker1", identity, (1,)) == 1

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rdmarpc.calls import memory
 from rdmarpc.gradients.context import Context
 from rdmarpc.transport import open_device
 from rdmarpc.transport.memory import sole
@@ -60,15 +59,15 @@ def test_what_somebody_else_sees_is_not_handed_over(way: str) -> None:
     device, counted = open_device("shm"), "all the same" not in way
     try:
         held = device.pool().run(12)
-        alone = memory.sole_block(held, device.arena)
+        alone = device.arena.sole_block(held)
         assert (alone is not None) == counted
         for look in (lambda: [held], lambda: held.view(12), held.untyped_storage):
             other = look()
-            shared = memory.sole_block(held, device.arena)
+            shared = device.arena.sole_block(held)
             assert shared is None
             del other
         del look
-        again = memory.sole_block(held, device.arena)
+        again = device.arena.sole_block(held)
         assert (again is not None) == counted
     finally:
         device.close()
