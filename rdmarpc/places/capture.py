@@ -195,7 +195,7 @@ class Capture(TorchDispatchMode):
     def __enter__(self) -> Any:
         Capture._number += 1
         observing.capture.number = Capture._number
-        observing.observers = (*observing.observers, self)
+        observing.begin(self)
         here.refusals.append(self.refuse)
         for hook in (
             modules.register_module_forward_pre_hook(self._enters),
@@ -209,7 +209,7 @@ class Capture(TorchDispatchMode):
         super().__exit__(*error)
         self._check_drawn(torch.default_generator, torch.get_rng_state())
         self._hooks.close()
-        observing.observers = tuple(each for each in observing.observers if each is not self)
+        observing.end(self)
         here.refusals.remove(self.refuse)
         observing.capture.number = 0
         for storage in observing.copied:

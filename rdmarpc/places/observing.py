@@ -29,8 +29,22 @@ class Observer(Protocol):
 
 
 observers: tuple[Observer, ...] = ()
+_lock = threading.Lock()
 line: Any = None
 """The ``timeline.Timeline`` that is recorded, if one is."""
+
+
+def begin(observer: Observer) -> None:
+    global observers
+    with _lock:  # others begin and end in their threads
+        observers = (*observers, observer)
+
+
+def end(observer: Observer) -> None:
+    """Idempotent."""
+    global observers
+    with _lock:
+        observers = tuple(each for each in observers if each is not observer)
 
 
 class _Capture(threading.local):

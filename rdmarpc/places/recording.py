@@ -31,7 +31,6 @@ from .stream import Meta, Storage, Stream
 from .tensor import RemoteTensor
 
 _node, _sequence = torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
-_lock = threading.Lock()
 _MOST = 1 << 18
 _FORMS, _TIMES = 8, 2
 
@@ -77,8 +76,7 @@ class Recorder:
             self._called[self._storage(tensor)] = name
 
     def start(self) -> None:
-        with _lock:
-            observing.observers = (*observing.observers, self)
+        observing.begin(self)
         for hook in (
             modules.register_module_forward_pre_hook(partial(unseen, self._enter)),
             modules.register_module_forward_hook(partial(unseen, self._leave), always_call=True),
@@ -89,8 +87,7 @@ class Recorder:
 
     def end(self) -> None:
         """Idempotent."""
-        with _lock:
-            observing.observers = tuple(each for each in observing.observers if each is not self)
+        observing.end(self)
         self._hooks.close()
 
     def recorded(self) -> Recorded:

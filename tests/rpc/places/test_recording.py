@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +347,21 @@ def test_a_timeline_has_the_streams(group: StandingGroup, tmp_path: Path):
     assert spans.index("addmm") < spans.index("a copy to worker2") < spans.index("threshold_backward")
     caller = json.loads((tmp_path / "worker0.json").read_text())["traceEvents"]
     assert [event["name"] for event in caller if event["name"].startswith("wait for worker")] == ["wait for worker2"]
+
+
+def test_recordings_begin_and_end_in_several_threads():
+    def many():
+        for _ in range(3000):
+            observing.begin(mine := object())
+            assert mine in observing.observers
+            observing.end(mine)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(many) for _ in range(4)]:
+                done.result(timeout=60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert observing.observers == ()
