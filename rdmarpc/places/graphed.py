@@ -72,7 +72,7 @@ class Graphed:
             checks = self.check > 0 and (self.replays + self.runs) % self.check == self.check - 1
             if program is not None and not checks and not modes and not observing.observers and program.holds():
                 self.replays += 1
-                self._strange = 0
+                self._strange = form.tries = 0
                 return program.replay(tensors)
             self.runs += 1
             again, form.again = form.again, True
@@ -133,10 +133,12 @@ class Graphed:
         if program is not None:
             program.refresh()
             if not program.holds():
-                self.why = "tensors of the step were replaced since (a gradient, by another step's zero_grad())"
+                self._refused(form, "tensors of the step were replaced since (a gradient, by another step's zero_grad())")
                 checks = False  # there is nothing to compare with
-        capture = Capture(tensors, before)
         form.last = form.program = None
+        if form.tries >= _TRIES:  # a capture costs more than Python
+            return self._without_graph(self.step(*args, **kwargs))
+        capture = Capture(tensors, before)
         with capture:
             out = capture.apart(self.step(*args, **kwargs))
         results = capture.returned(out)
@@ -150,7 +152,7 @@ class Graphed:
         why = capture.why if before is None else difference(before, capture)
         if before is not None and not why:
             try:
-                form.program, form.tries = Program(capture, self._gradients), 0
+                form.program = Program(capture, self._gradients)
             except NotSupported as error:
                 why = error.message
         if why:

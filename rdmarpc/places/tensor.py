@@ -26,7 +26,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -114,7 +114,7 @@ class RemoteTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy, read-only: writing into it would not reach the worker."""
-        if self.requires_grad and not force:
+        if self.requires_grad and torch.is_grad_enabled() and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         found = at_place(self.detach(), None).resolve_conj().resolve_neg().clone().numpy()
         found.flags.writeable = False
@@ -161,13 +161,14 @@ class RemoteTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # torch's error
+        if getattr(self, "_is_param", False):  # as ``nn.Parameter`` does: memory of its own, neither gradient nor attributes
+            memo[id(self)] = made = cast(RemoteTensor, self._like(self.data.clone()))
+            made._handle.anchor = self._handle.anchor
+            return made
         storage, whole = _cloned(self, memo)
         made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        if getattr(self, "_is_param", False):
-            made._is_param = True  # as ``nn.Parameter`` does: neither gradient nor attributes
-            return made
         kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
         made.__dict__.update(copy.deepcopy(kept, memo))
         if self.grad is not None:

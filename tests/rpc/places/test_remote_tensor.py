@@ -189,6 +189,8 @@ def numbers() -> None:
     assert (numpy.asarray(x) == plain.numpy()).all()
     with pytest.raises(RuntimeError, match="requires grad"):
         there(plain.requires_grad_()).numpy()
+    with torch.no_grad():  # as in the backward of a function of one's own
+        assert (there(plain).requires_grad_().numpy() == plain.numpy()).all()
     assert f"{x.sum():.2f}" == "10.50" and W1 in repr(x) and "1.5" in str(x)
     weight = repr(nn.Parameter(x))
     assert weight.startswith("Parameter containing:\ntensor([[") and "requires_grad=True" in weight and W1 in weight
@@ -256,6 +258,15 @@ def copies() -> None:
         same(ours, theirs)
         assert isinstance(ours, nn.Parameter) == isinstance(theirs, nn.Parameter) and ours.requires_grad
         assert (ours.grad is None) == (theirs.grad is None) and hasattr(ours, "note") == hasattr(theirs, "note")
+    over = {}  # one memory: of a parameter's copy the others are apart, as torch has it
+    for place, flat in (("here", torch.arange(4.0)), ("there", there(torch.arange(4.0)))):
+        tied = {"parameter": nn.Parameter(flat[:2]), "another": nn.Parameter(flat[1:3]), "flat": flat, "end": flat[3:]}
+        over[place] = copy.deepcopy(tied)
+        with torch.no_grad():
+            over[place]["parameter"].zero_()
+            over[place]["flat"].add_(5)
+    for name, expected in over["here"].items():
+        same(over["there"][name], expected)
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(there(torch.ones(2, requires_grad=True)) * 2)
     same(copy.copy(x), home(x))
