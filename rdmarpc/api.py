@@ -70,7 +70,7 @@ def init_rpc(
         _joining.release()
     agent.ready.set()
     debug.listen_to_signal()
-    losses.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
+    losses.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)), agent)
 
 
 _joining = threading.Lock()

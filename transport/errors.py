@@ -90,6 +90,8 @@ def bare(error: E) -> E:
     while link is not None and id(link) not in passed:  # a program may have made a circle of causes
         passed.add(id(link))
         link.__traceback__ = None
+        if link.__cause__ is not None:
+            link.__context__ = None  # is not shown beside a cause, and what was handled as this was raised has frames, too
         link = link.__cause__ or link.__context__
     return error
 

@@ -19,6 +19,7 @@ from torch.autograd import profiler as torch_profiler
 
 from ..base import here, streams
 from ..base.here import WorkerInfo
+from ..base.recursion import ROOM
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
@@ -318,6 +319,7 @@ class Agent:
 
     def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
         """Have ``to`` call a function and keep the result, for ``remote``. Returns the reference to the result at once."""
+        isinstance(None, ROOM)
         rref = self.new_id()
         fork = rref if to.number == self.number else self.new_id()
         pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)

@@ -200,15 +200,16 @@ def _text(error: BaseException) -> str:
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
 
 
-def when_a_child_ends(tell: Callable[[], object]) -> None:
+def when_a_child_ends(tell: Callable[[], object], agent: object) -> None:
     """Have ``tell`` called when the function of this ``multiprocessing`` process has returned or raised. ``own_end`` sees the
-    exception then, and not later, as it ends there. In any other process nothing happens."""
+    exception then, and not later, as it ends there. In any other process nothing happens. ``agent``: when that is gone,
+    ``tell`` is called for the last time, and forgotten."""
     if multiprocessing.parent_process() is None:
         return
     if sys.version_info >= (3, 13):  # finalizers run when the exception has been dealt with, and is not to be seen any more
         for name in ("print_exc", "format_exc"):
             setattr(traceback, name, _telling(inspect.unwrap(getattr(traceback, name)), tell))
-    util.Finalize(None, tell, exitpriority=0)
+    util.Finalize(agent, tell, exitpriority=0)
 
 
 def _telling(function: Callable[..., Any], tell: Callable[[], object]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.recursion import ROOM
 from ..transport import Block, Channel, Device, RdmaError, RemoteRegion, size_class
 from . import layout
 from .layout import Description
@@ -190,6 +191,7 @@ def pack(
     """Move the large runs to landing places, if each is of the size class that its place was made for; otherwise give out
     descriptors that the receiver may READ. ``layout.travels`` is true for all tensors. ``deadline``: how long ``memory`` for
     staging may be waited for."""
+    isinstance(None, ROOM)
     entries, sizes = describe_all(tensors, device)
     classes = size_classes(sizes)
     grant, places = (take(classes) if sizes else None) or (0, [])

@@ -155,6 +155,8 @@ def _again(scene: Scene) -> None:
     ranks = [rank for rank in range(scene.trial.size) if rank not in scene.trial.dead]
     if scene.rank not in ranks:
         return
+    if not scene.trial.dead:  # who was interrupted may be one program ahead, whose limit it waits out alone
+        meet(scene, "left", b"", 2 * _LIMIT.total_seconds())
     with scene.diary.doing("again", *ranks):
         _leave()
         store, mine = dist.FileStore(f"{scene.folder}/again", -1), ranks.index(scene.rank)

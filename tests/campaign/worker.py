@@ -224,5 +224,6 @@ def _left_over(diary: Diary, before: dict[str, int], place: Path) -> None:
             targets.append(f"{entry.name}:{entry.readlink()}")
         except OSError:
             continue
-    others = {t.name: traceback.format_stack(sys._current_frames()[t.ident])[-4:] for t in threading.enumerate() if t.ident}
+    frames = sys._current_frames()  # a thread may end meanwhile
+    others = {t.name: traceback.format_stack(frames[t.ident])[-4:] for t in threading.enumerate() if t.ident in frames}
     diary.write("left", before=before, after=after, threads=threads, open=sorted(targets), others=others)

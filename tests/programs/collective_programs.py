@@ -367,6 +367,7 @@ if rank == 0:
     [work.wait() for work in works]
 else:
     dist.recv(y)
+dist.barrier()
 w.keep('y', y)
 
 if rank == 0:

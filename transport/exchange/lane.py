@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..channel import Channel, Mapped
+from ..channel import DONE, Channel, Mapped, Work
 from ..device import Device
 from ..errors import RdmaError, TransferTimeout
 from ..memory.arena import size_class
@@ -29,7 +29,7 @@ _OFFER_BYTES = 256
 _ARRIVED, _CREDITED, _NOTICED, _GROWN, _GONE = range(5)
 NUMBERS = 5
 """Notification numbers that a lane takes at either end."""
-_LOOK_S, _FENCE_S = 0.0002, 1.0
+_LOOK_S, _FENCE_S, _TOLD_S = 0.0002, 1.0, 1.0
 
 
 class Lane:
@@ -49,6 +49,8 @@ class Lane:
         self._base[self._end :] = 0
         self.slots = self._base
         self._further: torch.Tensor | None = None
+        self._offered: Work = DONE
+        """The copy that tells the peer where its further slots are."""
         records = [channel.record(first + number) for number in range(NUMBERS)]
         self.arrived, self.credited, self._noticed, self._grown, self._gone = records
         """Addresses of our records: pieces that came, pieces of ours that were taken, notices that came; that the peer has more
@@ -99,7 +101,9 @@ class Lane:
     def grow_in(self) -> None:
         """Allocate the slots for what comes behind the next message, and tell the peer. Raises ``ArenaFull``, ``PeerLost``."""
         self._further = self._allocate(self.stride * self.most)
-        self._put(self.channel.device.export(self._further).hex(), self._end + NOTICE_BYTES, _OFFER_BYTES, _GROWN)
+        offer = self.channel.device.export(self._further).hex()
+        # Nobody waits for that: a peer that is held up takes it with what comes before it.
+        self._offered = self._put(offer, self._end + NOTICE_BYTES, _OFFER_BYTES, _GROWN)
 
     def change_in(self) -> None:
         """That message was taken."""
@@ -123,14 +127,15 @@ class Lane:
     # -- notices
 
     def tell(self, text: str) -> None:
-        """Leave a notice at the peer, the last that counts. Raises ``PeerLost``."""
-        self._put(text, self._end, NOTICE_BYTES, _NOTICED)
+        """Leave a notice at the peer, the last that counts. Raises ``PeerLost``, ``TransferTimeout`` if it is held up."""
+        self._offered.wait(_TOLD_S)
+        self._put(text, self._end, NOTICE_BYTES, _NOTICED).wait(_TOLD_S)
 
-    def _put(self, text: str, at: int, nbytes: int, number: int) -> None:
+    def _put(self, text: str, at: int, nbytes: int, number: int) -> Work:
         data = text.encode()[: nbytes - 1].ljust(nbytes, b"\0")
         self._texts[:nbytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         place = self._there[at : at + nbytes]
-        self.channel.memcpy(place, self._texts[:nbytes], notify=self._theirs + number).wait(1.0)
+        return self.channel.memcpy(place, self._texts[:nbytes], notify=self._theirs + number)
 
     def notice(self) -> str:
         """The peer's notice, empty if there is none."""

@@ -273,6 +273,9 @@ class Heart:
         self._table = np.zeros((MAX_PULSES if frame else 1, ROW_WORDS), np.int64)
         self._unused: list[int] = []
         self._lock = threading.Lock()
+        # Where kernels have to be compiled first, its own is there before peers are let in, and look for beats: else its thread
+        # would wait for its turn behind all others that are compiled, for longer than peers do.
+        run.__self__.load()
         self._thread = threading.Thread(target=self._run, name="rdmarpc-heart", daemon=True)
         self._thread.start()
 

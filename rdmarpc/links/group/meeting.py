@@ -278,8 +278,9 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
         raise ValueError(f"rank {rank} is none of world_size {size}: the ranks are 0 to {size - 1}")
     store.set_timeout(limit)
     if scheme == "file":
+        if not _of_files:
+            Finalize(None, _of_files.clear, exitpriority=0)
         _of_files[method] = store
-        Finalize(None, _of_files.clear, exitpriority=0)
     kind = b"static" if size else b"dynamic"
     with naming_its_end():
         found = store.compare_set(_KIND, "", kind.decode())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from ...base.recursion import ROOM
 from ...transport import Poller, RdmaError, interruptible, kernels, nobody
 from . import steps
 
@@ -88,6 +89,7 @@ class Progress:
 
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
         """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
+        isinstance(None, ROOM)
         mine, pool = self.here.waiter or self._enter(), self.here.pool
         if pool in self.waiting:  # a finalizer waits in the midst of another wait
             pool = 0

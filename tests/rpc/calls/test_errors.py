@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -225,6 +226,53 @@ def test_one_traceback_of_each_kind_and_then_counts(device):
     counts = [line for line in callee if line not in traces]
     assert [line.partition(" failed ")[2].split(" times")[0] for line in counts] == ["10", "100"]
     assert all(", raise_it (" in line and "Simple(" in line for line in counts)
+
+
+def with_frames_left(count, call):
+    """``call()`` where some ``count`` frames more are too many."""
+    depth, frame = count, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+
+    def down(left):
+        return call() if left <= 0 else down(left - 1)
+
+    return down(sys.getrecursionlimit() - depth)
+
+
+def from_deep(count):
+    return with_frames_left(count, lambda: rpc.rpc_sync("worker0", identity, ([2],)))
+
+
+def near_the_limit(rank):
+    if rank == 0:
+        reference, large = rpc.remote("worker1", identity, ([2],)), torch.ones(1 << 17)
+        ways = (
+            lambda: rpc.rpc_sync("worker1", identity, ([2],)),
+            lambda: [rpc.rpc_sync("worker1", identity, (large,)).sum().item() / (1 << 16)],
+            lambda: [rpc.rpc_async("worker1", identity, (2,)).wait()],
+            lambda: rpc.remote("worker1", identity, ([2],)).to_here(),
+            lambda: rpc.rpc_sync("worker1", identity, (reference,)).to_here(),
+            lambda: [reference.rpc_sync().index(2) + 2],
+        )
+        failed = 0
+        for way in ways:
+            for count in range(4, 110, 3):
+                for call in (partial(with_frames_left, count, way), partial(rpc.rpc_sync, "worker1", from_deep, (count,))):
+                    try:
+                        assert call() == [2]
+                    except RecursionError:
+                        failed += 1
+                assert way() == [2]
+        assert failed
+    rpc.shutdown(timeout=60)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="frames and C code have limits of their own, and one is not seen")
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_near_the_limit_of_recursion_a_call_fails_by_that_and_takes_nothing_with_it(device):
+    """Neither a message that its thread has read for others, nor the worker that sent it."""
+    results(run_group(near_the_limit, transport=device))
 
 
 class Unpicklable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import weakref
@@ -236,6 +237,40 @@ def outlives(rank):
 
 def test_a_result_lives_as_long_as_it_is_wanted():
     results(run_group(outlives))
+
+
+def waited_for_in_a_handler(to):
+    """Whether what this function has is gone after it: its future's error, which has a cause, came as another was handled."""
+    known = weakref.ref(mine := Thing(to))
+    try:
+        raise KeyError(mine.value)
+    except KeyError:
+        future = rpc.rpc_async(to, fail_with_two, ("text", "another"))
+        with pytest.raises(Twofold):
+            future.wait()
+    return known
+
+
+class Twofold(Exception):
+    """Travels whole, and has the remote text as its cause."""
+
+
+def fail_with_two(*texts):
+    raise Twofold(*texts)
+
+
+def handled(rank):
+    if rank == 0:
+        for to in ("worker0", "worker1"):
+            known = waited_for_in_a_handler(to)
+            gc.collect()
+            assert known() is None, to
+    rpc.shutdown()
+
+
+def test_the_error_of_a_future_holds_nothing_of_what_was_handled_as_it_came():
+    """Else the future, which no collector sees, held the frame that has it, and all of a worker's life with that."""
+    results(run_group(handled))
 
 
 def cut_short_at_work(rank):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group import Meeting, results, run_group
+from halt import halt
 from timing import eventually
 
 PEER_TIMEOUT = 4.0
@@ -235,6 +236,43 @@ def test_a_rank_that_is_lost_before_a_post(post: str):
     )
     results(outcomes[:1])
     assert outcomes[1].exit_code == (0 if post == "piece to who has left" else -signal.SIGKILL)
+
+
+def _held_up(meeting: Meeting) -> None:
+    """Rank 1 stands still for less than its peer timeout, as rank 0 tells it where the rest of a first large message goes."""
+    join(meeting, 2, "held up")
+    rank = meeting.rank
+    for call in (dist.all_reduce, _there_and_back):
+        stopped, goes_on = f"{call.__name__} stopped", f"{call.__name__} goes on"
+        if rank == 1:
+            meeting.say(stopped, str(os.getpid()))
+            meeting.hear(goes_on)
+        else:
+            pid = int(meeting.said(stopped))
+            halt(pid)
+            threading.Timer(2.5, partial(_let_go_on, meeting, goes_on, pid)).start()
+        x = torch.full((4_000_000,), float(rank + 1))
+        call(x)
+        assert torch.equal(x, torch.full_like(x, 3.0))
+    dist.destroy_process_group()
+
+
+def _let_go_on(meeting: Meeting, told: str, pid: int) -> None:
+    meeting.say(told)
+    os.kill(pid, signal.SIGCONT)
+
+
+def _there_and_back(x: torch.Tensor) -> None:
+    """A sum, by messages between two."""
+    theirs, other = torch.empty_like(x), 1 - dist.get_rank()
+    for work in [dist.irecv(theirs, other), dist.isend(x, other)]:
+        work.wait()  # type: ignore[union-attr]
+    x += theirs
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_rank_that_is_held_up_for_seconds_disturbs_no_first_large_message(device: str):
+    results(run_group(_held_up, 2, dynamic=True, environment={"RDMARPC_COLLECTIVES_DEVICE": device}, timeout=90))
 
 
 def _all_gone(meeting: Meeting) -> None:

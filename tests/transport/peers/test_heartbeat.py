@@ -220,6 +220,29 @@ def test_the_heart_beats_while_the_gil_is_held():
         heart.stop()
 
 
+COLD = """
+import sys, time
+import numpy as np
+from rdmarpc.transport.peers.heartbeat import Heart
+from rdmarpc.transport.words import compiled
+
+word, limit = np.zeros(1, np.int64), time.monotonic() + 30
+with compiled._lock:  # as while other threads compile one kernel after the other
+    heart = Heart(word.ctypes.data)
+    while word[0] < 2:
+        if time.monotonic() > limit:
+            sys.exit("it does not beat")
+        time.sleep(0.01)
+heart.stop()
+"""
+
+
+def test_the_heart_beats_before_other_kernels_are_compiled(tmp_path):
+    """Where none is kept on disk. Peers that have connected meanwhile took this process for stopped, after their timeout."""
+    environment = {**os.environ, "RDMARPC_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", COLD], check=True, timeout=120, env=environment)
+
+
 def test_silence_is_counted_in_looks():
     looks = Looks(4.0)
     looks._last = time.monotonic() + 1000.0
