@@ -38,23 +38,23 @@ parameters."""
 
 
 class LocalOptimizer:
-    """An optimizer over the parameters that live here. Thread-safe. ``numbers``: for each of its groups the number of the
-    holder's group."""
+    """An optimizer over the parameters that live here (by the number of the holder's group), in as many groups. Thread-safe.
+    As with torch, its class need not be an ``Optimizer``: without groups of its own it has no hyperparameters to change."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
-        self.optimizer, self._numbers = optimizer, numbers
+    def __init__(self, optimizer: torch.optim.Optimizer, members: dict[int, list[torch.Tensor]]) -> None:
+        self.optimizer, self._members = optimizer, members
         self._changes = b""
         self._own: list[tuple[dict[str, Any], str, Any]] = []
         """The values that the changes have replaced: group, key, value (``_ABSENT``: there was none)."""
 
     def groups(self) -> dict[int, dict[str, Any]]:
-        return dict(zip(self._numbers, self.optimizer.param_groups))
+        return dict(zip(self._members, getattr(self.optimizer, "param_groups", ())))
 
     def step(self, context: int, changes: bytes) -> None:
         """Step with the gradients of ``context``. Parameters without one are left alone, and so is every ``.grad``."""
         gradients = autograd.get_gradients(context)
         use_here(gradients.values())
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for tensors in self._members.values() for parameter in tensors]
         with _stepping, undisturbed(parameters):
             self._apply(changes)
             before = [parameter.grad for parameter in parameters]
@@ -122,8 +122,9 @@ def _create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -
     if closure is not None and closure.default is closure.empty:
         why = f"{type(optimizer).__name__}.step needs a closure, and cannot be distributed"
         raise NotSupported(why, hint="an optimizer that works on gradients, such as Adam")
-    made = LocalOptimizer(optimizer, list(local))
-    return RRef(made), (optimizer.defaults, {number: hyperparameters(group) for number, group in made.groups().items()})
+    made = LocalOptimizer(optimizer, local)
+    defaults = getattr(optimizer, "defaults", {})
+    return RRef(made), (defaults, {number: hyperparameters(group) for number, group in made.groups().items()})
 
 
 def step(rref: int, context: int, changes: bytes) -> None:

@@ -293,7 +293,7 @@ def test_changes_need_nothing_of_those_before_them():
     changes = [{}, {0: {"lr": 0.5, "initial_lr": 1.0}}, {2: {"lr": 0.2, "dampening": 0.1}, 1: {"lr": 9.0}}, {0: {"lr": 0.25}}]
     for order in itertools.permutations(range(4)):
         groups = [{"params": [parameter(0)], "lr": 0.1}, {"params": [parameter(1)], "momentum": 0.5}]
-        mine = LocalOptimizer(optim.SGD(groups, lr=0.3), [0, 2])
+        mine = LocalOptimizer(optim.SGD(groups, lr=0.3), {0: groups[0]["params"], 2: groups[1]["params"]})
         own = {number: hyperparameters(group) for number, group in mine.groups().items()}
         for at in (*order, *order):
             mine.state_dict(pickle.dumps(changes[at]) if changes[at] else b"")
