@@ -112,7 +112,7 @@ class Share:
     def _start(self) -> None:
         self._before = counted(self.guest)
         report = ["--junitxml", f"{BOX_INSIDE}/report.xml", "-o", "junit_family=xunit1"]
-        report += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--durations=10"]
+        report += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--durations=25"]
         command = ["-m", "pytest", "-m", SELECTED, *report, *self._arguments]
         self._running = self.guest.command(command, python=True, cwd=ROOT, timeout=TESTS_LIMIT_S)
 
