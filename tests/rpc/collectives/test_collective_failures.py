@@ -126,6 +126,7 @@ def _interrupted(meeting: Meeting) -> None:
 
 def _lost(meeting: Meeting) -> None:
     """Rank 2 dies while the others wait in several ways."""
+    meeting.step("all there", 3)  # rank 2 had less to do so far
     join(meeting, 3, "lost")
     other = dist.new_group(timeout=timedelta(seconds=20))
     dist.barrier()
