@@ -175,6 +175,8 @@ def sharing_survives(rank):
         columns = rpc.rpc_sync("worker1", identity, ([large[:, 3], large[:, 3], large[:, 4]],))
         assert distance(columns[0], columns[1]) == 0 and distance(columns[0], columns[2]) is None
         assert torch.equal(columns[2], large[:, 4])
+        near = rpc.rpc_sync("worker1", identity, ([large[0, :30], large[0, 20:50], large[999, :3]],))
+        assert distance(near[0], near[1]) == -80 and distance(near[0], near[2]) is None
     rpc.shutdown()
 
 
