@@ -79,7 +79,7 @@ def fresh(error: E) -> E:
         for member in [each for base in type(error).__mro__ for each in vars(base).values()]:
             if type(member) is MemberDescriptorType:  # slots, and what Python's own classes hold
                 _set_as(made, member, error)
-        made.__cause__, made.__suppress_context__ = error.__cause__, True
+        kind.__setattr__(made, "__cause__", error.__cause__)  # a frozen dataclass refuses to be written
     except BaseException:
         return error  # whatever that raises
     return made.with_traceback(error.__traceback__)
@@ -99,14 +99,15 @@ def kept(error: E) -> E:
 
 
 def bare(error: E) -> E:
-    """The error without the frames that it and its causes have passed."""
+    """The error without the frames that it and its causes have passed. Also one that refuses to be written by its class."""
     link: BaseException | None = error
     passed: set[int] = set()
     while link is not None and id(link) not in passed:  # a program may have made a circle of causes
         passed.add(id(link))
-        link.__traceback__ = None
+        link.with_traceback(None)
         if link.__cause__ is not None:
-            link.__context__ = None  # is not shown beside a cause, and what was handled as this was raised has frames, too
+            # It is not shown beside a cause, and what was handled as this was raised has frames, too.
+            BaseException.__setattr__(link, "__context__", None)
         link = link.__cause__ or link.__context__
     return error
 
