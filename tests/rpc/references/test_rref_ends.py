@@ -315,3 +315,29 @@ def test_an_error_of_any_class_is_raised_at_its_owner_and_keeps_no_reference():
         ("Prefixed", "code 2", [None, None, None]),
         ("UnicodeDecodeError", "'utf8' codec can't decode byte 0x78 in position 0: bad", [None, None, None]),
     ]
+
+
+def dropped_near_the_limit_of_recursion(rank):
+    def below(frames, call):
+        return call() if frames == 0 else below(frames - 1, call)
+
+    if rank == 0:
+        depth, frame = 0, sys._getframe()
+        while frame is not None:
+            depth, frame = depth + 1, frame.f_back
+        for left in range(3, 90):
+            references = [rpc.remote("worker1", Thing, (n,)) for n in range(3)]
+            for reference in references:
+                reference.to_here()
+            del reference
+            references.clear()  # the next call tells the owner
+            with suppress(RecursionError):
+                below(sys.getrecursionlimit() - depth - left, lambda: rpc.rpc_sync("worker1", abs, (-3,)))
+        wait_until_empty(range(2), 10)
+    rpc.shutdown()
+    return True
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="C code has a limit of its own")
+def test_what_is_dropped_near_the_limit_of_recursion_is_told():
+    assert [each.result for each in run_group(dropped_near_the_limit_of_recursion, 2)] == [True, True]
