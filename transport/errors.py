@@ -6,10 +6,13 @@ frames through which it passed.
 
 from __future__ import annotations
 
-import copy
-from typing import TypeVar
+from contextlib import suppress
+from types import MemberDescriptorType
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
+_OF_PYTHON = 1 << 9
+"""The flag of types that were made by a class statement, or like by one (``Py_TPFLAGS_HEAPTYPE``)."""
 
 
 class RdmaError(RuntimeError):
@@ -66,15 +69,27 @@ class NotSupported(RdmaError):
 
 
 def fresh(error: E) -> E:
-    """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised."""
+    """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised. Not by the
+    constructor of its class, which may want other arguments than it passed on."""
+    kind: Any = next(each for each in type(error).__mro__ if not each.__flags__ & _OF_PYTHON)
     try:
-        made = copy.copy(error)
+        made = kind.__new__(type(error), *error.args)
+        kind.__init__(made, *error.args)
+        made.__dict__.update(error.__dict__)
+        for member in [each for base in type(error).__mro__ for each in vars(base).values()]:
+            if type(member) is MemberDescriptorType:  # slots, and what Python's own classes hold
+                _set_as(made, member, error)
+        kind.__setattr__(made, "__cause__", error.__cause__)  # a frozen dataclass refuses to be written
     except BaseException:
-        return error  # of a class that cannot be made of its own arguments, whatever that raises
-    if type(made) is not type(error):
-        return error
-    made.__cause__, made.__suppress_context__ = error.__cause__, True
+        return error  # whatever that raises
     return made.with_traceback(error.__traceback__)
+
+
+def _set_as(made: BaseException, member: MemberDescriptorType, error: BaseException) -> None:
+    with suppress(AttributeError, TypeError):  # it has none, or it is only read
+        value = member.__get__(error)
+        if value is not None:
+            member.__set__(made, value)
 
 
 def kept(error: E) -> E:
@@ -84,14 +99,15 @@ def kept(error: E) -> E:
 
 
 def bare(error: E) -> E:
-    """The error without the frames that it and its causes have passed."""
+    """The error without the frames that it and its causes have passed. Also one that refuses to be written by its class."""
     link: BaseException | None = error
     passed: set[int] = set()
     while link is not None and id(link) not in passed:  # a program may have made a circle of causes
         passed.add(id(link))
-        link.__traceback__ = None
+        link.with_traceback(None)
         if link.__cause__ is not None:
-            link.__context__ = None  # is not shown beside a cause, and what was handled as this was raised has frames, too
+            # It is not shown beside a cause, and what was handled as this was raised has frames, too.
+            BaseException.__setattr__(link, "__context__", None)
         link = link.__cause__ or link.__context__
     return error
 

@@ -367,7 +367,7 @@ class Callee:
             self._reply(answering, error)
             # The future holds the error, the error this frame, and this frame the future: no collector sees that circle, as the
             # future is C++, and all of this worker would live in it.
-            error.__traceback__ = None
+            error.with_traceback(None)
             return
         plainly(partial(self._reply, answering, answer))
 

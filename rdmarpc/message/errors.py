@@ -72,7 +72,7 @@ def rebuild(payload: bytes) -> Exception:
     name, text, kind, whole = permits.loads(payload)
     with suppress(BaseException):
         if whole and isinstance(error := permits.loads(whole), Exception):
-            error.__cause__ = RuntimeError(text)
+            Exception.__setattr__(error, "__cause__", RuntimeError(text))  # a frozen dataclass refuses to be written
             return error
     with suppress(BaseException):
         made = permits.loads(kind)

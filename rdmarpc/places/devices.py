@@ -71,9 +71,11 @@ def _enter() -> torch.library.Library:
 
 
 def _to_copy(tensor: torch.Tensor, *, device: Any = None, dtype: Any = None, memory_format: Any = None, **rest: Any) -> Any:
-    if (dtype is not None and dtype is not tensor.dtype) or memory_format not in (None, torch.preserve_format):
+    place = place_named(device)
+    # A copy also where the device is this process: autograd makes what this returns the output of a node.
+    if place is None or (dtype is not None and dtype is not tensor.dtype) or memory_format not in (None, torch.preserve_format):
         tensor = run_here(operator(aten._to_copy.default), (tensor,), {"dtype": dtype, "memory_format": memory_format})
-    return at_place(tensor, place_named(device))
+    return at_place(tensor, place)
 
 
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **rest: Any) -> Any:

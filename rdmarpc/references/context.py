@@ -66,6 +66,7 @@ from itertools import islice
 from typing import Any
 
 from ..base import streams
+from ..base.recursion import ROOM
 from ..links.frames import FLAT, NotTheirs, without_head
 from ..message import serialize
 from .forks import Fork, Forks, Resume
@@ -227,6 +228,7 @@ class RRefContext:
 
     def collect(self) -> None:
         """Tell the owners of the forks that died here. Called from time to time."""
+        isinstance(None, ROOM)
         for owner, rref, fork, creation in islice(drained(self.garbage), len(self.garbage)):
             if creation is not None and creation.refused:
                 continue  # the owner never knew it

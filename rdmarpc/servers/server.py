@@ -182,7 +182,8 @@ class Server(threading.Thread):
             error: Exception = RdmaError("the model was closed", peer=self.station.name)
         except BaseException as raised:
             error = kept(errors.ordinary(raised))
-            error.__cause__ = RuntimeError(f"on worker {self.station.name!r}: {traceback.format_exc()}")
+            cause = RuntimeError(f"on worker {self.station.name!r}: {traceback.format_exc()}")
+            BaseException.__setattr__(error, "__cause__", cause)  # a frozen dataclass refuses to be written
         with self._lock:
             self.end.error = error
         for _, future in self._jobs:

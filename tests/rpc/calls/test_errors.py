@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import os
@@ -383,6 +384,41 @@ def limits(rank):
 
 def test_limits_of_time():
     results(run_group(limits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Nobody may set an attribute of it, not even ``__traceback__``."""
+
+    number: int
+
+
+def raises_frozen():
+    raise Frozen(3)
+
+
+@rpc.functions.async_execution
+def fails_with_frozen():
+    future = torch.futures.Future()
+    future.set_exception(Frozen(3))
+    return future
+
+
+def frozen_errors(rank):
+    if rank == 0:
+        for to in ("worker0", "worker1"):
+            for function in (raises_frozen, fails_with_frozen):
+                with pytest.raises(Frozen):
+                    rpc.rpc_sync(to, function, timeout=20)
+                with pytest.raises(Frozen):
+                    rpc.rpc_async(to, function, timeout=20).wait()
+                with pytest.raises(Frozen):
+                    rpc.remote(to, function).to_here(timeout=20)
+    rpc.shutdown(timeout=60)
+
+
+def test_errors_that_refuse_to_be_written_arrive():
+    results(run_group(frozen_errors, 2))
 
 
 def unseen_limit(rank):

@@ -174,6 +174,12 @@ def moved() -> None:
     leaf = torch.randn(3, requires_grad=True)
     leaf.to(places.device(W1)).mul(3).sum().cpu().backward()
     assert torch.equal(leaf.grad, torch.full((3,), 3.0)), leaf.grad
+    # This process is a place, too: a copy, as between any two devices, and a leaf stays one.
+    for copied in (leaf.to(places.device("worker0")), leaf.to(places.device("worker0"), copy=True)):
+        assert type(copied) is torch.Tensor and copied.data_ptr() != leaf.data_ptr()
+        assert leaf.is_leaf and "ToCopy" in type(copied.grad_fn).__name__
+        copied.sum().backward()
+    assert torch.equal(leaf.grad, torch.full((3,), 5.0)), leaf.grad
 
 
 def numbers() -> None:

@@ -262,3 +262,82 @@ def uses_one_before_the_loss_is_told(rank):
 def test_an_error_that_is_kept_keeps_no_reference():
     for outcomes in on_every_device(uses_one_before_the_loss_is_told, 2).values():
         assert outcomes[0].result is True, outcomes
+
+
+class OwnArguments(Exception):
+    """Its constructor wants other arguments than it passes on."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code, self.slot = code, code + 1
+
+
+class Numbered(OSError):
+    def __init__(self, code):
+        super().__init__(code, "no such thing", "a file")
+
+
+class Prefixed(Exception):
+    """Its constructor takes what it passed on, and makes something else of it."""
+
+    def __init__(self, code):
+        super().__init__(f"code {code}")
+
+
+def raises(number):
+    raise (OwnArguments(code=number), Numbered(number), Prefixed(number), UnicodeDecodeError("utf8", b"x", 0, 1, "bad"))[number]
+
+
+def fetches_what_failed_here(rank):
+    def fetched(number):
+        reference, told = rpc.remote("worker0", raises, (number,)), []
+        for use in (reference.to_here, reference.local_value):
+            try:
+                use()
+            except Exception as error:
+                held = [getattr(error, name, None) for name in ("code", "slot", "errno")]
+                told.append((type(error).__name__, str(error), held))
+        assert told[0] == told[1]
+        return told[0]
+
+    found = [fetched(number) for number in range(4)]
+    wait_until_empty(range(1), 10)
+    rpc.shutdown()
+    return found
+
+
+def test_an_error_of_any_class_is_raised_at_its_owner_and_keeps_no_reference():
+    assert run_group(fetches_what_failed_here, 1)[0].result == [
+        ("OwnArguments", "code 0", [0, 1, None]),
+        ("Numbered", "[Errno 1] no such thing: 'a file'", [None, None, 1]),
+        ("Prefixed", "code 2", [None, None, None]),
+        ("UnicodeDecodeError", "'utf8' codec can't decode byte 0x78 in position 0: bad", [None, None, None]),
+    ]
+
+
+def dropped_near_the_limit_of_recursion(rank):
+    def below(frames, call):
+        return call() if frames == 0 else below(frames - 1, call)
+
+    if rank == 0:
+        depth, frame = 0, sys._getframe()
+        while frame is not None:
+            depth, frame = depth + 1, frame.f_back
+        for left in range(3, 90):
+            references = [rpc.remote("worker1", Thing, (n,)) for n in range(3)]
+            for reference in references:
+                reference.to_here()
+            del reference
+            references.clear()  # the next call tells the owner
+            with suppress(RecursionError):
+                below(sys.getrecursionlimit() - depth - left, lambda: rpc.rpc_sync("worker1", abs, (-3,)))
+        wait_until_empty(range(2), 10)
+    rpc.shutdown()
+    return True
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="C code has a limit of its own")
+def test_what_is_dropped_near_the_limit_of_recursion_is_told():
+    assert [each.result for each in run_group(dropped_near_the_limit_of_recursion, 2)] == [True, True]
