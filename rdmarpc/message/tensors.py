@@ -53,10 +53,10 @@ class Landing:
 
     def __init__(self, channel: Channel, sizes: tuple[int, ...]) -> None:
         """Raises ``ArenaFull``, and the error of a channel that has ended."""
+        self.blocks: list[Block] = []
         channel.check()
         device, pool = channel.device, channel.own_pool or channel.pool
         self._arena, self.sizes = device.arena, sizes
-        self.blocks: list[Block] = []
         places = []
         for size in sizes:
             block = device.arena.allocate(size, pool)
