@@ -11,8 +11,8 @@ from types import MemberDescriptorType
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
-_OF_PYTHON = 1 << 9
-"""The flag of types that were made by a class statement, or like by one (``Py_TPFLAGS_HEAPTYPE``)."""
+_HEAP_TYPE = 1 << 9
+"""The flag of types that are no part of the interpreter (``Py_TPFLAGS_HEAPTYPE``): what class statements make."""
 
 
 class RdmaError(RuntimeError):
@@ -71,7 +71,7 @@ class NotSupported(RdmaError):
 def fresh(error: E) -> E:
     """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised. Not by the
     constructor of its class, which may want other arguments than it passed on."""
-    kind: Any = next(each for each in type(error).__mro__ if not each.__flags__ & _OF_PYTHON)
+    kind: Any = next(each for each in type(error).__mro__ if not each.__flags__ & _HEAP_TYPE)
     try:
         made = kind.__new__(type(error), *error.args)
         kind.__init__(made, *error.args)
