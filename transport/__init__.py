@@ -47,7 +47,9 @@ from .words.signals import MAX_NOTIFY
 # isort: split
 # For the storeys above.
 from . import timeouts
+from .errors import assign
 from .interrupts import interruptible
+from .memory import sole
 from .memory.arena import PINNED_SEGMENT_BYTES, RINGS, SEGMENT_BYTES, SLOTS, Arena, Block, Pool, default_limit, size_class
 from .nic import sysfs
 from .peers.address import where_to_listen
@@ -80,7 +82,6 @@ if TYPE_CHECKING:
     from .gpu.ipc import Exports, Imports, imports_of
     from .gpu.pins import Pins
     from .gpu.slots import Borrowed, Lent
-    from .memory import sole
     from .nic import packages, ports
     from .tls import openssl
     from .verbs import gpudirect
@@ -93,7 +94,7 @@ _HOMES = {
 }
 """Modules that are imported when they are first asked for, and the names that are theirs."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("memory.sole", "nic.packages", "nic.ports", "tls.openssl", "verbs.gpudirect")
+_MODULES = ("nic.packages", "nic.ports", "tls.openssl", "verbs.gpudirect")
 """Those that are names themselves."""
 _HOME |= {home.rpartition(".")[2]: home for home in _MODULES}
 

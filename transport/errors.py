@@ -68,6 +68,10 @@ class NotSupported(RdmaError):
     """This device, or this host, cannot do that. The text says why."""
 
 
+assign = BaseException.__setattr__
+"""Set an attribute of an error, also where its class refuses that, as frozen dataclasses do."""
+
+
 def fresh(error: E) -> E:
     """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised. Not by the
     constructor of its class, which may want other arguments than it passed on."""
@@ -79,7 +83,7 @@ def fresh(error: E) -> E:
         for member in [each for base in type(error).__mro__ for each in vars(base).values()]:
             if type(member) is MemberDescriptorType:  # slots, and what Python's own classes hold
                 _set_as(made, member, error)
-        kind.__setattr__(made, "__cause__", error.__cause__)  # a frozen dataclass refuses to be written
+        assign(made, "__cause__", error.__cause__)
     except BaseException:
         return error  # whatever that raises
     return made.with_traceback(error.__traceback__)
@@ -99,7 +103,7 @@ def kept(error: E) -> E:
 
 
 def bare(error: E) -> E:
-    """The error without the frames that it and its causes have passed. Also one that refuses to be written by its class."""
+    """The error without the frames that it and its causes have passed."""
     link: BaseException | None = error
     passed: set[int] = set()
     while link is not None and id(link) not in passed:  # a program may have made a circle of causes
@@ -107,7 +111,7 @@ def bare(error: E) -> E:
         link.with_traceback(None)
         if link.__cause__ is not None:
             # It is not shown beside a cause, and what was handled as this was raised has frames, too.
-            BaseException.__setattr__(link, "__context__", None)
+            assign(link, "__context__", None)
         link = link.__cause__ or link.__context__
     return error
 

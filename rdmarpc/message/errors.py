@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..base.here import WorkerInfo
-from ..transport import Guard, for_others
+from ..transport import Guard, assign, for_others
 from . import permits
 
 _PICKLER_HINT = (
@@ -72,7 +72,7 @@ def rebuild(payload: bytes) -> Exception:
     name, text, kind, whole = permits.loads(payload)
     with suppress(BaseException):
         if whole and isinstance(error := permits.loads(whole), Exception):
-            Exception.__setattr__(error, "__cause__", RuntimeError(text))  # a frozen dataclass refuses to be written
+            assign(error, "__cause__", RuntimeError(text))
             return error
     with suppress(BaseException):
         made = permits.loads(kind)

@@ -35,6 +35,7 @@ line: Any = None
 
 
 def begin(observer: Observer) -> None:
+    """Tell this one of what is posted, until ``end``."""
     global observers
     with _lock:  # others begin and end in their threads
         observers = (*observers, observer)

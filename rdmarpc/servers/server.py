@@ -34,7 +34,18 @@ import torch
 from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..message import errors
-from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, Transfer, TransferTimeout, broken_by, fresh, kept
+from ..transport import (
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    RemoteRegion,
+    Transfer,
+    TransferTimeout,
+    assign,
+    broken_by,
+    fresh,
+    kept,
+)
 from .bundle import CHANGED, STAGED, Bundle, BundleInlet, BundleOutlet, Header, Room, Station
 from .kept import ASKED, Kept
 
@@ -182,8 +193,7 @@ class Server(threading.Thread):
             error: Exception = RdmaError("the model was closed", peer=self.station.name)
         except BaseException as raised:
             error = kept(errors.ordinary(raised))
-            cause = RuntimeError(f"on worker {self.station.name!r}: {traceback.format_exc()}")
-            BaseException.__setattr__(error, "__cause__", cause)  # a frozen dataclass refuses to be written
+            assign(error, "__cause__", RuntimeError(f"on worker {self.station.name!r}: {traceback.format_exc()}"))
         with self._lock:
             self.end.error = error
         for _, future in self._jobs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -50,3 +51,15 @@ def stop() -> None:
 def hold_the_gil(seconds: float) -> str:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     return "held"
+
+
+def with_frames_left(count, call):
+    """``call()`` where some ``count`` frames more are too many."""
+    depth, frame = count, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+
+    def down(left):
+        return call() if left <= 0 else down(left - 1)
+
+    return down(sys.getrecursionlimit() - depth)

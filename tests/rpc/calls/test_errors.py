@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from called import held, let_go
+from called import held, let_go, with_frames_left
 from group import die, results, run_group
 from timing import eventually
 
@@ -227,18 +227,6 @@ def test_one_traceback_of_each_kind_and_then_counts(device):
     counts = [line for line in callee if line not in traces]
     assert [line.partition(" failed ")[2].split(" times")[0] for line in counts] == ["10", "100"]
     assert all(", raise_it (" in line and "Simple(" in line for line in counts)
-
-
-def with_frames_left(count, call):
-    """``call()`` where some ``count`` frames more are too many."""
-    depth, frame = count, sys._getframe()
-    while frame is not None:
-        depth, frame = depth + 1, frame.f_back
-
-    def down(left):
-        return call() if left <= 0 else down(left - 1)
-
-    return down(sys.getrecursionlimit() - depth)
 
 
 def from_deep(count):

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from called import slow
+from called import slow, with_frames_left
 from group import die, dismiss, on_every_device, results, run_group, until_dismissed
 from rref_things import Thing, forget, give, is_own, keep, kept, tables, value_of, wait_until_empty
 from timing import eventually
@@ -318,13 +318,7 @@ def test_an_error_of_any_class_is_raised_at_its_owner_and_keeps_no_reference():
 
 
 def dropped_near_the_limit_of_recursion(rank):
-    def below(frames, call):
-        return call() if frames == 0 else below(frames - 1, call)
-
     if rank == 0:
-        depth, frame = 0, sys._getframe()
-        while frame is not None:
-            depth, frame = depth + 1, frame.f_back
         for left in range(3, 90):
             references = [rpc.remote("worker1", Thing, (n,)) for n in range(3)]
             for reference in references:
@@ -332,7 +326,7 @@ def dropped_near_the_limit_of_recursion(rank):
             del reference
             references.clear()  # the next call tells the owner
             with suppress(RecursionError):
-                below(sys.getrecursionlimit() - depth - left, lambda: rpc.rpc_sync("worker1", abs, (-3,)))
+                with_frames_left(left, lambda: rpc.rpc_sync("worker1", abs, (-3,)))
         wait_until_empty(range(2), 10)
     rpc.shutdown()
     return True
