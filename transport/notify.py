@@ -161,8 +161,8 @@ class Poller:
             row = self._free.pop() if self._free else self.rows
             self._watched[row] = (channel, count)
             self.table[row] = (count.record, count.consumed)
-            kernels.add(count.record + 8, self.bell << 32)
             self.rows = max(self.rows, row + 1)
+            kernels.add(count.record + 8, self.bell << 32)
         signals.ring_bell(self.bell_address)
         return row
 

@@ -5,16 +5,17 @@ Kernels are Python functions over integers, so their own source is run: as gener
 machine. The threads of a case are written as kernels are.
 
 What one state can become next: one thread does its next operation, or one store leaves a thread's store buffer and is visible
-to all. The order, after C11:
+to all. The order is C11's, and that of x86-64 and aarch64 where theirs is stronger for both:
 
 * A load sees the latest store of its own thread, else what is visible. Loads of a thread happen in its order.
 * A release store becomes visible after all that its thread has stored before. A plain one (``memcpy``) may become visible
   before what was stored elsewhere before it; one that goes past the caches (``stream``) even after release stores that follow.
 * ``fetch_add``, ``compare_exchange`` and the system call come after all that their thread has stored before is visible, but for
   what goes past the caches; what follows a ``fence`` comes after that, too.
-* A futex never times out, and nothing wakes it but ``futex_wake``: where threads sleep and none can go on, a wake-up is lost.
-* A thread at ``pause`` or ``sched_yield`` that has done nothing but look since the last one goes on when a word that it has seen
-  has changed. The clock stands still, so what spins for a time does so once.
+* Nothing wakes a thread that sleeps for a second or longer but ``futex_wake``: where threads sleep, and none can go on, a
+  wake-up is lost. A shorter sleep is over at once.
+* A thread at ``pause`` or ``sched_yield`` that has done nothing but look since the last one goes on when a word that it has
+  seen has changed. The clock stands still, so what spins for a time does so once.
 
 States that were seen are not visited again. What a thread can do next is a function of its variables, so a state is the shared
 words, the store buffers, and where each thread is with which variables.
@@ -34,7 +35,7 @@ from typing import Any
 from rdmarpc.transport.words import symbols
 
 RELEASE, PLAIN, STREAM = range(3)
-_HALF = 0xFFFFFFFF
+_HALF, _SECOND_NS = 0xFFFFFFFF, 1_000_000_000
 Thread = Generator[tuple[Any, ...], Any, Any]
 
 
@@ -66,7 +67,7 @@ def _fence() -> Thread:
 
 
 def _futex(address: int, operation: int, value: int, timeout_ns: int) -> Thread:
-    return (yield "futex_wake" if operation else "futex_wait", address, value)
+    return (yield "futex_wake" if operation else "futex_wait", address, value, timeout_ns)
 
 
 def _rest() -> Thread:
@@ -149,7 +150,7 @@ class Translation:
 
 
 class _Body:
-    """Rewrites a function so that each call that takes steps stands alone in a statement: no value is on Python's stack then."""
+    """Rewrites a function so that each call that takes steps stands alone in a statement: Python's stack is empty then."""
 
     def __init__(self, translation: Translation, names: dict[str, Any]) -> None:
         self._translation, self._names, self._made = translation, names, 0
@@ -483,10 +484,7 @@ class Explorer:
     @staticmethod
     def _may_leave(buffer: tuple[tuple[int, int, int], ...], at: int) -> bool:
         place, _, how = buffer[at]
-        for before, _, before_how in buffer[:at]:
-            if before == place or (how == RELEASE and before_how != STREAM):
-                return False
-        return True
+        return all(before != place and (how != RELEASE or kind == STREAM) for before, _, kind in buffer[:at])
 
     def _step(self, state: State, thread: int, moment: _Moment) -> State | None:
         """The state after a thread's operation; ``None`` if it cannot happen now."""
@@ -524,7 +522,7 @@ class Explorer:
             changed = words[:place] + (operands[2],) + words[place + 1 :]
             return changed, self._to(moments, thread, 1), buffers, sleep
         if name == "futex_wait":
-            if value & _HALF != operands[1] & _HALF:
+            if value & _HALF != operands[1] & _HALF or operands[2] < _SECOND_NS:
                 return words, self._to(moments, thread, -1), buffers, sleep
             return words, moments, buffers, sleep | 1 << thread
         assert name == "futex_wake", moment.operation

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 from ..words.atomics import (
     FOLD_BYTES,
-    fence,
     fetch_add,
     fold,
     futex_wait,
@@ -421,7 +420,6 @@ def sleep(call: int, seen: int, slice_ns: int, port: int) -> int:
     bell = load_acquire(call + 8 * CALL_BELL)
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
-    fence()
     asleep(port)
     if counted(call) == seen:
         futex_wait(bell, rings, slice_ns)

@@ -14,12 +14,12 @@ from ..errors import PeerLost, RdmaError, RemoteAccessError, fresh
 from ..notify import wait_done
 from ..region import RemoteRegion, local_bytes
 from ..words import kernels
+from ..words.signals import ENDED
 from .outbox import HEADER, LAST, LATER, NOTIFY, READ, SILENT, WRITE, Buffers, Outbox, memory_at
 
 Hear = Callable[[int, int, float | None], bool]
 """See ``TcpChannel.hear_until``."""
 _UNANSWERED = 64  # posts that may wait for an answer that rides on another frame
-_ENDED = 1 << 62  # added to the answers at the end, so that every wait on them returns
 
 
 def never(record: int, target: int, timeout: float | None) -> bool:
@@ -186,7 +186,7 @@ class Posts:
         self.error, self.hear = error, never
         callbacks = [work.callback for work in self._pending.values() if work.callback is not None]
         self._pending.clear()
-        kernels.add(self.answers, _ENDED - 1)
+        kernels.add(self.answers, ENDED - 1)
         kernels.signal(self.answers, self._bells)
         return callbacks
 

@@ -1,8 +1,8 @@
 """Atomic memory operations and system calls for kernels.
 
 An address is an int64. Words are 64-bit, 8-byte aligned, little-endian (a futex is the low half of one).
-Order is the C11 one: ``load_acquire`` pairs with ``store_release``; ``fetch_add`` and ``compare_exchange`` are
-sequentially consistent; ``fence`` orders an earlier store before a later load.
+Order is the C11 one: ``load_acquire`` pairs with ``store_release``. It, ``fetch_add`` and ``compare_exchange`` are sequentially
+consistent: a load behind a ``fetch_add`` stays behind it. ``fence`` orders an earlier store before a later load.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from __future__ import annotations
 from . import layout as at
 from .atomics import call, compare_exchange, fence, fetch_add, futex_wake, load_acquire, now, pause, sched_yield, store_release
 from .compiled import compiled
-from .signals import signal
+from .signals import ENDED, signal
 from .symbols import CFunction, Operation, i32, i64
 
 _poll_fds = CFunction("poll", i32(i64, i64, i32))
@@ -54,8 +54,6 @@ CHAIN_FIRST, CHAIN_LAST, CHAIN_COUNT, CHAIN_BYTES = range(4)
 CHAIN_WORDS = 4
 
 CLOSED, FULL, REVOKED, REFUSED = -1, -2, -3, -4
-ENDED = 1 << 62
-"""The value of ``LANE_COMPLETED`` when the lane ends, so that every wait on it returns."""
 OPEN, SHUT = 0, 1
 """``LANE_CLOSED``: posts are taken; never again."""
 u32 = Operation("u32", "address")
@@ -151,7 +149,7 @@ def _complete(lane: int, count: int) -> int:
 
 @compiled(i64(i64))
 def end_lane(lane: int) -> int:
-    """End a lane: later posts are refused, and every wait for a post returns."""
+    """End a lane: later posts are refused, and every wait for a post returns (``LANE_COMPLETED`` is ``ENDED`` then)."""
     lock(lane + 8 * LANE_LOCK)
     store_release(lane + 8 * LANE_CLOSED, SHUT)
     unlock(lane + 8 * LANE_LOCK)
@@ -227,7 +225,6 @@ def asleep(port: int) -> int:
         return 0
     fetch_add(port + 8 * PORT_SLEEPERS, 1)
     _arm(port)
-    fence()
     return 0
 
 

@@ -39,7 +39,7 @@ def _room(builder: Any, words: int) -> Any:
 
 
 def load_acquire(builder: Any, address: Any) -> Any:
-    return builder.load_atomic(_word(builder, address), "acquire", 8)
+    return builder.load_atomic(_word(builder, address), "seq_cst", 8)
 
 
 def store_release(builder: Any, address: Any, value: Any) -> None:

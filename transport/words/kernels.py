@@ -11,8 +11,8 @@ sleeps on the bell, so one thread can wait for many records.
 Invariants (C11 order):
 1. data before count: the copy is sequenced before ``fetch_add(count)`` (seq_cst, hence release); the receiver reads
    ``count`` with acquire before it touches the data.
-2. no lost wake-up: the sender does ``fetch_add(count)``; fence; load ``sleepers``. The receiver does
-   ``fetch_add(sleepers, 1)``; fence; load ``count``; futex wait. One of the two must see the other.
+2. no lost wake-up: the sender does ``fetch_add(count)``; load ``sleepers``. The receiver does ``fetch_add(sleepers, 1)``; load
+   ``count``; futex wait. One of the two must see the other.
 3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``over``
    (the sender's own, behind its statistics); copy; ``fetch_add(inflight, -1)``. An abort stores either; fence; waits for
    ``inflight`` == 0.
@@ -241,7 +241,6 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
     if slice_ns <= 0:
         return TIMEOUT
     fetch_add(record + 8, 1)
-    fence()
     asleep(port)
     seen = load_acquire(record)
     if seen < target:
@@ -313,7 +312,6 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
         return TIMEOUT
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
-    fence()
     asleep(port)
     found = _scan(table, rows)
     if found < 0 and (word == 0 or load_acquire(word) == expected):

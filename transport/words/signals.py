@@ -4,7 +4,7 @@ invariants."""
 
 from __future__ import annotations
 
-from .atomics import fence, fetch_add, futex_wake, load_acquire
+from .atomics import fetch_add, futex_wake, load_acquire
 from .compiled import compiled
 from .symbols import i64
 
@@ -14,12 +14,15 @@ RECORD_BYTES = 16
 BELLS = 64
 """The number of bells of a process. Number 0 is no bell: its cache line holds the heartbeat."""
 BELL_BYTES = 64
+ENDED = 1 << 62 | 1 << 31
+"""A count beyond all others: set, or added, at the end of what is counted, so that every wait returns. A futex compares the low
+half: were that the same as before, a thread that has just looked would sleep."""
 
 
 @compiled(i64(i64))
 def ring_bell(bell: int) -> int:
-    """Wake all threads that sleep on this bell. Makes no system call if none does."""
-    fence()
+    """Wake all threads that sleep on this bell. Makes no system call if none does. The caller has changed what they look at, by
+    a ``fetch_add`` at the last."""
     if load_acquire(bell + 8) > 0:
         fetch_add(bell, 1)
         futex_wake(bell)
@@ -30,7 +33,6 @@ def ring_bell(bell: int) -> int:
 def signal(record: int, bells: int) -> int:
     """Count one notification and wake the threads that sleep for it."""
     fetch_add(record, 1)
-    fence()
     word = load_acquire(record + 8)
     bell = word >> 32
     if bell > 0:

@@ -13,7 +13,7 @@ arrives when nobody polls rings the bell, and wakes a thread that stands by; one
 sender no system call. ``let_go`` looks at the records after it counted, so nothing is lost in between (invariant 2 of
 ``transport.words.kernels``).
 
-The words, each in a cache line of its own. Every read-modify-write is sequentially consistent; loads acquire, stores release:
+The words, each in a cache line of its own. Their order is that of ``transport.words.atomics``:
 
     token    Owner: the thread that it names. It changes hands by ``compare_exchange`` alone; the owner may store plainly
              (release) while no other thread may take it. A taker's exchange acquires what the owner did before it let go.
@@ -23,10 +23,10 @@ The words, each in a cache line of its own. Every read-modify-write is sequentia
     runs     Raised by a thread that starts a function or lingers. Only the watchdog reads it.
     backlog  Owner: the watchdog, which clears it. Set by a thread that leaves jobs to another one that is at work.
     asleep   Owner: the watchdog, which sets it, fences, and then loads ``runs`` and ``backlog``. A thread that changed one of
-             these loads ``asleep`` afterwards, with a full barrier between (the ``fetch_add``, a ``fence`` after the store): so
-             one of the two sees the other. Either clears it.
-    bell     The poller's bell. ``sleepers`` is raised after the token was freed; fence; then all records are looked at. A
-             sender counts its record, fences, then loads ``sleepers``.
+             these loads ``asleep`` afterwards, behind the ``fetch_add``, or a ``fence`` after the store: so one of the two sees
+             the other. Either clears it.
+    bell     The poller's bell. ``sleepers`` is raised after the token was freed; then all records are looked at. A sender
+             counts its record, then loads ``sleepers``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def let_go(token: int, mine: int, bell: int, table: int, rows: int) -> int:
     if compare_exchange(token, mine, 0) == 0:
         return 0
     fetch_add(bell + 8, 1)
-    fence()
     for row in range(rows):
         at = table + 16 * row
         if load_acquire(load_acquire(at)) > load_acquire(at + 8):
@@ -120,7 +119,6 @@ def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
     start = now()
     while load_acquire(token) != 0 and load_acquire(jobs) == seen:
         rings = load_acquire(bell)
-        fence()
         if load_acquire(token) == 0 or load_acquire(jobs) != seen:
             break  # the caller tries to ``take`` the token next, and looks at the records then
         left = limit_ns - (now() - start)
@@ -218,7 +216,6 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
         held = load_acquire(token)
         if (held & 7) == RUNNING and current == last and compare_exchange(token, held, 0) == 1:
             fetch_add(bell + 8, 1)
-            fence()
             event(bell)
             return 1
         if current == last and load_acquire(backlog) != 0:

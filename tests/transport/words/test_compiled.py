@@ -198,7 +198,7 @@ def test_a_home_of_our_own(place):
 def test_how_operations_are_emitted_changes(place):
     assert _run(place, user=0) == ([], False)
     source = place / "package" / "words" / "instructions.py"
-    source.write_text(source.read_text().replace('"seq_cst"', '"acq_rel"'))
+    source.write_text(source.read_text().replace('"release"', '"seq_cst"'))
     assert _run(place, user=0) == ([], False)
 
 

@@ -5,11 +5,78 @@ from __future__ import annotations
 import pytest
 from interleavings import Explorer, Violation, Words
 
-from rdmarpc.transport.words.atomics import load_acquire, memcpy, store_release
-from rdmarpc.transport.words.kernels import CLOSED, OK, copy_past_caches, post, quiesce, store, wait_any, wait_count
+from rdmarpc.transport.words.atomics import fence, fetch_add, load_acquire, memcpy, store_release, stream
+from rdmarpc.transport.words.kernels import OK, copy_past_caches, post, quiesce, store, wait_any, wait_count
 from rdmarpc.transport.words.signals import signal
 
 LONG = 1 << 60
+
+
+def outcomes(one, other, words):
+    """What two threads can see together."""
+    found = set()
+    Explorer(words, {"one": one, "other": other}).run(lambda word, results: found.add(tuple(results)))
+    return found
+
+
+def test_the_order_is_that_of_the_litmus_tests():
+    words = Words()
+    x, y, copy = words.shared(0), words.shared(0), words.constant(1)
+
+    def store_then_load():
+        store_release(x, 1)
+        return load_acquire(y)
+
+    def fenced():
+        store_release(y, 1)
+        fence()
+        return load_acquire(x)
+
+    def unfenced():
+        store_release(y, 1)
+        return load_acquire(x)
+
+    def added():
+        fetch_add(x, 1)
+        return load_acquire(y)
+
+    def message():
+        memcpy(x, copy, 8)
+        store_release(y, 1)
+        return 0
+
+    def two_copies():
+        memcpy(x, copy, 8)
+        memcpy(y, copy, 8)
+        return 0
+
+    def streamed():
+        stream(x, copy)
+        store_release(y, 1)
+        return 0
+
+    def reader():
+        second = load_acquire(y)
+        return 2 * second + load_acquire(x)
+
+    def load_then_store():
+        seen = load_acquire(x)
+        store_release(y, 1)
+        return seen
+
+    def other_way():
+        seen = load_acquire(y)
+        store_release(x, 1)
+        return seen
+
+    every = {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert outcomes(store_then_load, unfenced, words) == every  # store buffering
+    assert outcomes(store_then_load, fenced, words) == every  # both need it
+    assert outcomes(added, fenced, words) == every - {(0, 0)}
+    assert outcomes(load_then_store, other_way, words) == every - {(1, 1)}  # load buffering
+    assert {seen for _, seen in outcomes(message, reader, words)} == {0, 1, 3}  # message passing
+    assert {seen for _, seen in outcomes(two_copies, reader, words)} == {0, 1, 2, 3}
+    assert {seen for _, seen in outcomes(streamed, reader, words)} == {0, 1, 2, 3}
 
 
 def no_fence():
@@ -43,7 +110,7 @@ def notified(senders, times, **constants):
 
 @pytest.mark.parametrize(("senders", "times"), [(1, 1), (1, 3), (2, 1), (2, 2)])
 def test_data_is_seen_before_its_count_and_no_wakeup_is_lost(senders, times):
-    assert notified(senders, times).run() > 50
+    assert notified(senders, times).run() > 20
 
 
 def belled(times, **constants):
@@ -70,14 +137,12 @@ def belled(times, **constants):
 
         return sender
 
-    return Explorer(
-        words, {"receiver": receiver, "one": sender_to(one), "other": sender_to(other)}, _PAUSES=1, **constants
-    )
+    return Explorer(words, {"receiver": receiver, "one": sender_to(one), "other": sender_to(other)}, _PAUSES=1, **constants)
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_one_bell_for_two_records(times):
-    assert belled(times).run() > 80
+    assert belled(times).run() > 20
 
 
 def aborted(posts, by, **constants):
@@ -115,8 +180,7 @@ def aborted(posts, by, **constants):
 @pytest.mark.parametrize("by", ["the receiver", "the sender"])
 def test_nothing_is_copied_after_an_abort(by):
     explorer, check = aborted(2, by)
-    assert explorer.run(check) > 80
-    assert CLOSED != OK
+    assert explorer.run(check) > 20
 
 
 def streamed(**constants):
@@ -137,7 +201,7 @@ def streamed(**constants):
 
 
 def test_copies_past_the_caches_are_seen_before_their_count():
-    assert streamed().run() > 80
+    assert streamed().run() > 20
 
 
 def test_without_a_fence_that_is_found():
