@@ -281,7 +281,7 @@ class _Moment:
 
 @cache
 def _live(code: CodeType) -> dict[int, list[str]]:
-    """The variables whose values matter behind the instruction at each offset."""
+    """The variables whose values matter behind the instruction at each offset. Where no others differ, a thread goes on alike."""
     instructions = list(dis.get_instructions(code))
     offsets = [each.offset for each in instructions]
     before: dict[int, set[str]] = {offset: set() for offset in offsets}
@@ -327,6 +327,8 @@ State = tuple[tuple[int, ...], tuple[_Moment, ...], tuple[tuple[tuple[int, int, 
 
 
 class Explorer:
+    """One case: its words, and its threads."""
+
     def __init__(self, words: Words, threads: dict[str, FunctionType], **constants: Any) -> None:
         """``threads``: by name, functions as kernels are, that may call kernels. ``constants``: globals that they all have
         instead of their own (a time to spin, say)."""

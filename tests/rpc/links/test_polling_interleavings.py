@@ -14,6 +14,7 @@ from rdmarpc.links.polling.steps import (
     follow,
     leave_to_watchdog,
     let_go,
+    linger,
     show,
     stand_by,
     take,
@@ -180,6 +181,33 @@ def watched(**constants):
 
 def test_the_watchdog_hears_of_a_function_and_of_jobs():
     watched().run()
+
+
+def lingered():
+    """A thread takes the role as it leaves for a while, and stays away as a message comes."""
+    role = Role(1)
+    words, token, bell, got, record, bells = role.words, role.token, role.bell, role.got, role.record, role.bells
+    read = role.pool_thread(2)
+    runs, asleep, backlog = words.shared(0), words.shared(0), words.shared(0)
+
+    def away():
+        linger(token, 8 + RUNNING, bell, runs, asleep)
+        signal(record, bells)
+
+    def other():
+        read()
+        leave_to_watchdog(backlog, asleep)
+
+    def watchdog():
+        while load_acquire(got) < 1:
+            watch(token, runs, asleep, backlog, bell, 1, 1)
+
+    return role, Explorer(words, {"away": away, "other": other, "watchdog": watchdog}, _PAUSES=1)
+
+
+def test_a_message_is_read_while_a_thread_lingers_and_stays_away():
+    role, explorer = lingered()
+    explorer.run(all_are_read(role))
 
 
 def no_fence():
