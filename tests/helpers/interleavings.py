@@ -281,7 +281,7 @@ class _Moment:
 
 @cache
 def _live(code: CodeType) -> dict[int, list[str]]:
-    """The variables whose values matter behind the instruction at each offset. Where no others differ, a thread goes on alike."""
+    """The variables whose values matter behind the instruction at each offset: where others differ, a thread goes on alike."""
     instructions = list(dis.get_instructions(code))
     offsets = [each.offset for each in instructions]
     before: dict[int, set[str]] = {offset: set() for offset in offsets}
