@@ -1,12 +1,15 @@
 """How an exception crosses: with its type, its text and the remote traceback.
 
 Of a function (``dump``, ``rebuild``) a text goes out (the callee logs the error too: ``tell``) and, each pickled by itself so
-that one that cannot be read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
+that one that cannot be read back spoils nothing else, the type, the exception, its arguments and its attributes. The caller
+rebuilds, in this order:
 
-1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
-2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;
-3. the type, made with the remote text;
-4. where even that fails: ``RuntimeError`` with both. So arrive types that ``allow`` does not have, which are not looked for.
+1. an exception of one text (most are): the type with the remote text, which contains the original one;
+2. any other: the exception itself, as it is pickled, caused by a ``RuntimeError`` with the remote text;
+3. where its class does not let it be read back: the type with what could be read of arguments and attributes, so caused;
+4. where even that fails: ``RuntimeError`` with name and text. So arrive types that ``allow`` does not have: none is looked for.
+
+In 1 and 3 the constructor of the class is not called: it may want something else than a text.
 
 Of a backward pass (``located``, ``dump_located``, ``load_located``) the worker that began it gets a ``BackwardError`` that is
 of the original type too. Its text begins as in ``torch.distributed.autograd``: one ``Error on Node <worker id>: `` for each
@@ -27,7 +30,7 @@ from typing import Any
 import torch
 
 from ..base.here import WorkerInfo
-from ..transport import Guard, assign, for_others
+from ..transport import Guard, assign, for_others, remade
 from . import permits
 
 _PICKLER_HINT = (
@@ -51,7 +54,10 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
     except BaseException as reason:
         summary, trace = _unreadable(error, "text cannot be made", reason), ""
     text, kind = f"On {me}:\n{summary}\n{trace}", type(error) if isinstance(error, Exception) else RuntimeError
-    return pickle.dumps((name, text, _dump(kind), b"" if _is_text(error) else _dump(error)), 5)
+    whole, args, state = b"", b"", {}
+    if isinstance(error, Exception) and not _is_text(error):
+        whole, args, state = _dump(error), _dump(error.args), {key: _dump(each) for key, each in error.__dict__.items()}
+    return pickle.dumps((name, text, _dump(kind), whole, args, state), 5)
 
 
 def readable(error: BaseException) -> BaseException:
@@ -69,16 +75,17 @@ def _unreadable(error: BaseException, what: str, reason: BaseException) -> str:
 
 def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
-    name, text, kind, whole = permits.loads(payload)
-    with suppress(BaseException):
-        if whole and isinstance(error := permits.loads(whole), Exception):
+    name, text, packed_kind, whole, args, state = permits.loads(payload)
+    error = _load(whole)
+    if not isinstance(error, Exception):
+        kind = _load(packed_kind)
+        attributes = {key: value for key, packed in state.items() if (value := _load(packed, ...)) is not ...}
+        with suppress(BaseException):
+            error = remade(ScriptError if kind is torch.jit.Error else kind, _load(args, (text,)), attributes)
+    if isinstance(error, Exception):
+        if whole or args:  # else the text is in it
             assign(error, "__cause__", RuntimeError(text))
-            return error
-    with suppress(BaseException):
-        made = permits.loads(kind)
-        error = (ScriptError if made is torch.jit.Error else made)(text)
-        if isinstance(error, Exception):
-            return error
+        return error
     return RuntimeError(f"An exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
 
 
@@ -111,6 +118,13 @@ def _dump(value: object) -> bytes:
     with suppress(BaseException):
         return pickle.dumps(value, 5)
     return b""
+
+
+def _load(packed: bytes, default: Any = None) -> Any:
+    """What ``_dump`` made; ``default`` where it does not let itself be read back."""
+    with suppress(BaseException):
+        return permits.loads(packed)
+    return default
 
 
 def tell(guard: Guard, error: BaseException, function: Any) -> None:

@@ -35,11 +35,19 @@ class Detailed(Exception):
 
 
 class Stubborn(Exception):
-    """Cannot be rebuilt, neither from its arguments nor from a text."""
+    """Its constructor wants other arguments than it passes on."""
 
     def __init__(self, code, text):
-        self.code = code
+        self.code, self.lock = code, threading.Lock()
         super().__init__(text)
+
+
+class Numbered(Exception):
+    """So does this one's, which would take a text for its number."""
+
+    def __init__(self, number):
+        self.number = number
+        super().__init__()
 
 
 class Silent(Exception):
@@ -123,8 +131,13 @@ def kinds(rank):
                 call()
             assert caught.value.errno == 2 and caught.value.filename == "somewhere"
         for call in calls(raise_it, Stubborn, 7, "why"):
-            with pytest.raises(RuntimeError, match=r"(?s)Stubborn.*Original exception on remote side was.*why"):
+            with pytest.raises(Stubborn, match=r"^why$") as caught:
                 call()
+            assert caught.value.code == 7 and not hasattr(caught.value, "lock") and "in raise_it" in str(caught.value.__cause__)
+        for call in calls(raise_it, Numbered, 7):
+            with pytest.raises(Numbered) as caught:
+                call()
+            assert (caught.value.number, caught.value.args) == (7, ())
         for call in calls(raise_local):
             with pytest.raises(RuntimeError, match=r"(?s)Local.*from inside"):
                 call()
@@ -140,8 +153,9 @@ def kinds(rank):
             with pytest.raises(RuntimeError, match=r"Closed \(its attributes cannot be read: RuntimeError\)"):
                 call()
         for call in calls(raise_it, Unreadable):
-            with pytest.raises(Exception, match="Unreadable"):
+            with pytest.raises(Unreadable) as caught:
                 call()
+            assert "in raise_it" in str(caught.value.__cause__)
         with pytest.raises(Simple, match=r"(?s)KeyError: 'key'.*direct cause"):
             rpc.rpc_sync("worker1", raise_with_cause)
         with pytest.raises(Simple, match=r"(?s)On WorkerInfo\(id=1, name=worker1\).*On WorkerInfo\(id=0, name=worker0\).*deep"):
@@ -378,17 +392,18 @@ def test_limits_of_time():
 class Frozen(Exception):
     """Nobody may set an attribute of it, not even ``__traceback__``."""
 
-    number: int
+    number: int = 0
+    place: str = ""
 
 
 def raises_frozen():
-    raise Frozen(3)
+    raise Frozen(3, "disk")
 
 
 @rpc.functions.async_execution
 def fails_with_frozen():
     future = torch.futures.Future()
-    future.set_exception(Frozen(3))
+    future.set_exception(Frozen(3, "disk"))
     return future
 
 
@@ -396,12 +411,14 @@ def frozen_errors(rank):
     if rank == 0:
         for to in ("worker0", "worker1"):
             for function in (raises_frozen, fails_with_frozen):
-                with pytest.raises(Frozen):
-                    rpc.rpc_sync(to, function, timeout=20)
-                with pytest.raises(Frozen):
-                    rpc.rpc_async(to, function, timeout=20).wait()
-                with pytest.raises(Frozen):
-                    rpc.remote(to, function).to_here(timeout=20)
+                for call in (
+                    lambda to=to, function=function: rpc.rpc_sync(to, function, timeout=20),
+                    lambda to=to, function=function: rpc.rpc_async(to, function, timeout=20).wait(),
+                    lambda to=to, function=function: rpc.remote(to, function).to_here(timeout=20),
+                ):
+                    with pytest.raises(Frozen) as caught:
+                        call()
+                    assert (caught.value.number, caught.value.place) == (3, "disk")
     rpc.shutdown(timeout=60)
 
 
