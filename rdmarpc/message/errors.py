@@ -36,6 +36,7 @@ from . import permits
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
 )
+BY_VALUE = "defined on the spot, or in another __main__, travel with RpcBackendOptions(pickler='cloudpickle')"
 _OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
 
 
@@ -91,7 +92,8 @@ def rebuild(payload: bytes) -> Exception:
 
 def unknown_name(error: Exception) -> RuntimeError:
     """The error for a function, or a class, that unpickling did not find in this process."""
-    return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}")
+    more = f" Those {BY_VALUE}." if "__main__" in str(error) else ""
+    return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}{more}")
 
 
 def ordinary(error: BaseException) -> Exception:
