@@ -225,7 +225,7 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
             why = "an argument of a graphed step must not require grad"
             raise NotSupported(why, hint="detach() it, or make it in the step")
         if each.layout is not torch.strided:
-            raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}")
+            raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}", hint="give to_dense() of it")
         remote, each = type(each) is RemoteTensor, cast(Any, each)
         storage, offset = each._handle if remote else each.untyped_storage()._cdata, int(each.storage_offset())
         first, begin = seen.setdefault(storage, (index, offset))
