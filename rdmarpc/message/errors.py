@@ -18,6 +18,7 @@ worker that it passed, then the original text; what follows is the traceback of 
 
 from __future__ import annotations
 
+import copyreg
 import os
 import pickle
 import sys
@@ -112,8 +113,9 @@ def unsendable(error: BaseException) -> BaseException:
 
 def _is_text(error: BaseException) -> bool:
     """Whether an exception is nothing but its type and one text, and shows that text as it is."""
-    args = error.args
-    return len(args) == 1 and type(args[0]) is str and not error.__dict__ and type(error).__str__ is BaseException.__str__
+    args, kind = error.args, type(error)
+    more = error.__dict__ or copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return len(args) == 1 and type(args[0]) is str and not more and kind.__str__ is BaseException.__str__
 
 
 def _dump(value: object) -> bytes:

@@ -50,6 +50,16 @@ class Numbered(Exception):
         super().__init__()
 
 
+class Slotted(Exception):
+    """What it carries is not in ``__dict__``."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.code = 7
+
+
 class Silent(Exception):
     def __str__(self):
         raise RuntimeError("no text")
@@ -138,6 +148,10 @@ def kinds(rank):
             with pytest.raises(Numbered) as caught:
                 call()
             assert (caught.value.number, caught.value.args) == (7, ())
+        for call in calls(raise_it, Slotted, "why"):
+            with pytest.raises(Slotted, match=r"^why$") as caught:
+                call()
+            assert caught.value.code == 7 and "in raise_it" in str(caught.value.__cause__)
         for call in calls(raise_local):
             with pytest.raises(RuntimeError, match=r"(?s)Local.*from inside"):
                 call()
