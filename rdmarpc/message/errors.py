@@ -58,7 +58,7 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
     text, kind = f"On {me}:\n{summary}\n{trace}", type(error) if isinstance(error, Exception) else RuntimeError
     whole, args, state = b"", b"", {}
     if isinstance(error, Exception) and not _is_text(error):
-        whole, args, state = _dump(error), _dump(error.args), {key: _dump(each) for key, each in error.__dict__.items()}
+        whole, args, state = _dump(error), _dump(error.args), _dump_state(error)
     return pickle.dumps((name, text, _dump(kind), whole, args, state), 5)
 
 
@@ -79,11 +79,9 @@ def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
     name, text, packed_kind, whole, args, state = permits.loads(payload)
     error = _load(whole)
-    if not isinstance(error, Exception):
-        kind = _load(packed_kind)
-        attributes = {key: value for key, packed in state.items() if (value := _load(packed, ...)) is not ...}
+    if not isinstance(error, Exception) and (kind := _load_kind(packed_kind)) is not None:
         with suppress(BaseException):
-            error = remade(ScriptError if kind is torch.jit.Error else kind, _load(args, (text,)), attributes)
+            error = remade(ScriptError if kind is torch.jit.Error else kind, _load(args, (text,)), _load_state(state))
     if isinstance(error, Exception):
         if whole or args:  # else the text is in it
             assign(error, "__cause__", RuntimeError(text))
@@ -129,6 +127,26 @@ def _load(packed: bytes, default: Any = None) -> Any:
     with suppress(BaseException):
         return permits.loads(packed)
     return default
+
+
+def _load_kind(packed: bytes) -> type[Exception] | None:
+    """The class of an error; ``None`` for what is not known, or not allowed, here, and for what is none."""
+    kind = _load(packed)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+def _dump_state(error: BaseException) -> dict[str, bytes]:
+    """The attributes of an error, each by itself."""
+    return {key: _dump(each) for key, each in error.__dict__.items()}
+
+
+def _load_state(state: dict[str, bytes]) -> dict[str, Any]:
+    """Those that can be read back."""
+    found = {}
+    for key, packed in state.items():
+        with suppress(BaseException):
+            found[key] = permits.loads(packed)
+    return found
 
 
 def tell(guard: Guard, error: BaseException, function: Any) -> None:
@@ -204,24 +222,12 @@ def located(error: BaseException, worker_id: int, name: str) -> Exception:
 
 
 def dump_located(error: Exception) -> bytes:
-    """Pickle an error made by ``located``. Its attributes, and then its type, are left out if they cannot be pickled."""
-    kind, state = getattr(error, "_original", RuntimeError), error.__dict__
-    for attempt in ((kind, state), (kind, {})):
-        try:
-            packed = pickle.dumps(attempt, 5)
-            pickle.loads(packed)
-            return pickle.dumps((str(error), packed), 5)
-        except Exception:
-            continue
-    return pickle.dumps((str(error), pickle.dumps((RuntimeError, {}), 5)), 5)
+    """Pickle an error made by ``located``."""
+    return pickle.dumps((str(error), _dump(getattr(error, "_original", RuntimeError)), _dump_state(error)), 5)
 
 
 def load_located(packed: bytes) -> Exception:
-    text, inner = permits.loads(packed)
-    try:
-        kind, state = permits.loads(inner)
-    except Exception:  # a type that is not known, or not allowed, here
-        return BackwardError(text)
-    if not isinstance(kind, type) or not issubclass(kind, Exception):
-        return BackwardError(text)
-    return _made(kind, text, state)
+    """The error again: without attributes that cannot travel, and without a type that is not known, or not allowed, here."""
+    text, packed_kind, state = permits.loads(packed)
+    kind = _load_kind(packed_kind)
+    return BackwardError(text) if kind is None else _made(kind, text, _load_state(state))
