@@ -9,7 +9,8 @@ rebuilds, in this order:
 3. where its class does not let it be read back: the type with what could be read of arguments and attributes, so caused;
 4. where even that fails: ``RuntimeError`` with name and text. So arrive types that ``allow`` does not have: none is looked for.
 
-In 1 and 3 the constructor of the class is not called: it may want something else than a text.
+In 1 and 3 the constructor of the class is not called: it may take the text for something else. One that could not be called
+with a text leads to 4, as in torch.
 
 Of a backward pass (``located``, ``dump_located``, ``load_located``) the worker that began it gets a ``BackwardError`` that is
 of the original type too. Its text begins as in ``torch.distributed.autograd``: one ``Error on Node <worker id>: `` for each
@@ -19,6 +20,7 @@ worker that it passed, then the original text; what follows is the traceback of 
 from __future__ import annotations
 
 import copyreg
+import inspect
 import os
 import pickle
 import sys
@@ -79,7 +81,8 @@ def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
     name, text, packed_kind, whole, args, state = permits.loads(payload)
     error = _load(whole)
-    if not isinstance(error, Exception) and (kind := _load_kind(packed_kind)) is not None:
+    kind = _load_kind(packed_kind)
+    if not isinstance(error, Exception) and kind is not None and _takes_a_text(kind):
         with suppress(BaseException):
             error = remade(ScriptError if kind is torch.jit.Error else kind, _load(args, (text,)), _load_state(state))
     if isinstance(error, Exception):
@@ -87,6 +90,17 @@ def rebuild(payload: bytes) -> Exception:
             assign(error, "__cause__", RuntimeError(text))
         return error
     return RuntimeError(f"An exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
+
+
+def _takes_a_text(kind: type[Exception]) -> bool:
+    """Whether torch, which makes an error by its class and one text, would make one of this class."""
+    try:
+        inspect.signature(kind).bind("")
+    except TypeError:
+        return False
+    except Exception:  # of C code, or of a class that is no ordinary one
+        pass
+    return True
 
 
 def unknown_name(error: Exception) -> RuntimeError:
