@@ -49,8 +49,9 @@ def init_rpc(
     ``world_size`` the group is dynamic: workers may join and leave later.
 
     Raises ``RuntimeError`` (RPC is initialised already, or the name is not unique), ``AuthenticationError`` (another worker has
-    another secret), ``RdmaError`` (this process may open too few files), ``TransferTimeout`` (a worker did not join within
-    ``rpc_timeout``; the text names it), and the errors of torch's rendezvous.
+    another secret), ``NotSupported`` (no device, or not what ``require`` wants), ``RdmaError`` (this process may open too few
+    files), ``TransferTimeout`` (a worker did not join within ``rpc_timeout``; the text names it), and the errors of torch's
+    rendezvous.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")

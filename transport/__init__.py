@@ -47,7 +47,7 @@ from .words.signals import MAX_NOTIFY
 # isort: split
 # For the storeys above.
 from . import timeouts
-from .errors import assign
+from .errors import assign, remade
 from .interrupts import interruptible
 from .memory import sole
 from .memory.arena import PINNED_SEGMENT_BYTES, RINGS, SEGMENT_BYTES, SLOTS, Arena, Block, Pool, default_limit, size_class

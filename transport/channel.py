@@ -233,7 +233,8 @@ class Channel(abc.ABC):
         tensor over this memory is freed, the word ``release`` (8 bytes in the peer's arena) becomes 0, after all reads and
         writes made here. The peer keeps both until the word is 0 or this process has ended, so the tensor stays valid after
         the channel's end."""
-        raise NotSupported("this device has no mapped memory of its peers", peer=self.peer, device=self.device.name)
+        why = "this device has no mapped memory of its peers"
+        raise NotSupported(why, peer=self.peer, device=self.device.name, hint="open shm")
 
     def peer_ended(self) -> bool:
         """Whether the peer's process has ended, and with it every tensor that it adopted."""

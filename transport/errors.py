@@ -1,4 +1,4 @@
-"""The error tree. Every error names the peer, the device and a status by name, and carries one hint.
+"""The error tree. An error names peer, device and status where they are known, and carries a hint where something can be done.
 
 An error that is kept and raised several times is copied for each raise (``kept``, ``fresh``), because an exception holds all
 frames through which it passed.
@@ -40,7 +40,7 @@ class RdmaError(RuntimeError):
 
 
 class PeerLost(RdmaError):
-    """The peer's process ended, or its connection broke. Every pending wait for that peer raises this."""
+    """The peer's process ended, its connection broke, or it is not seen running. Every wait for that peer raises this."""
 
 
 class TransferTimeout(RdmaError):
@@ -61,25 +61,31 @@ class RemoteAccessError(RdmaError):
 
 
 class AuthenticationError(RdmaError):
-    """The peer does not hold the same job secret."""
+    """A worker has not proven that it belongs to the job: no secret, key or certificate, or other ones than the peer's."""
 
 
 class NotSupported(RdmaError):
-    """This device, or this host, cannot do that. The text says why."""
+    """This package, device or host cannot do that. The text says why."""
 
 
 assign = BaseException.__setattr__
 """Set an attribute of an error, also where its class refuses that, as frozen dataclasses do."""
 
 
+def remade(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
+    """An error with these arguments and attributes. Not by the constructor of its class, which may want other arguments than it
+    passed on."""
+    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
+    made = base.__new__(kind, *args)
+    base.__init__(made, *args)
+    made.__dict__.update(state)
+    return made
+
+
 def fresh(error: E) -> E:
-    """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised. Not by the
-    constructor of its class, which may want other arguments than it passed on."""
-    kind: Any = next(each for each in type(error).__mro__ if not each.__flags__ & _HEAP_TYPE)
+    """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised."""
     try:
-        made = kind.__new__(type(error), *error.args)
-        kind.__init__(made, *error.args)
-        made.__dict__.update(error.__dict__)
+        made = remade(type(error), error.args, error.__dict__)
         for member in [each for base in type(error).__mro__ for each in vars(base).values()]:
             if type(member) is MemberDescriptorType:  # slots, and what Python's own classes hold
                 _set_as(made, member, error)

@@ -1,7 +1,7 @@
 """The receiving side of notifications: to count them and to wait for them.
 
-A channel has a record in shared memory for each notification number (``words/signals``). The sender counts there. Here stands
-how much of that count was consumed.
+A channel has a record for each notification number (``words/signals``). The sender counts there where it has that memory mapped
+(``shm``), else the thread here that reads the stream or polls the queue. Here stands how much of that count was consumed.
 """
 
 from __future__ import annotations

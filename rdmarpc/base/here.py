@@ -94,8 +94,16 @@ _inherited = False
 def current(message: str = _NOT_INITIALIZED) -> Any:
     """This process's agent. ``RuntimeError`` before ``init_rpc``, after ``shutdown`` (``message``), and in a forked child."""
     if _current is None:
-        raise RuntimeError(FORKED if _inherited else message)
+        raise RuntimeError(FORKED if _inherited else message + _other_agent())
     return _current
+
+
+def _other_agent() -> str:
+    """What the error for want of an agent says besides where torch's own ``init_rpc`` was called."""
+    theirs = getattr(torch._C, "_distributed_rpc", None)
+    if theirs is None or not theirs._is_current_rpc_agent_set():
+        return ""
+    return " What is up is torch's own RPC: import rdmarpc in its place, or start the program by python -m rdmarpc run."
 
 
 def found() -> Any:

@@ -23,9 +23,8 @@ from ..base.recursion import ROOM
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..links import messages
+from ..links import frames, messages
 from ..links.connecting import Connections
-from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, GRADIENTS, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.group.group import Group
 from ..links.losses import Losses, own_end
 from ..links.messages import Post, tell
@@ -256,7 +255,7 @@ class Agent:
         of a value that the call creates. Raises what pickling raises; all other errors are the answer's."""
         if not callable(function):
             raise TypeError("function should be callable.")
-        if not flags & CONTROL and (tracing() or dispatch_modes()):
+        if not flags & frames.CONTROL and (tracing() or dispatch_modes()):
             check_real()
             here.refuse("it calls a function of a worker")
         link = self._links.get(to.number)
@@ -266,7 +265,7 @@ class Agent:
         if self.garbage:
             self.rrefs.collect()
         context = None
-        if self.contexts.live and (not flags & CONTROL or hasattr(function, "_carries_context")):
+        if self.contexts.live and (not flags & frames.CONTROL or hasattr(function, "_carries_context")):
             context = _current_context.context
             if context is not None and context.ended:
                 context = None
@@ -308,12 +307,12 @@ class Agent:
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call a function and wait for its result. ``control``: the call is our own, not counted as a user's."""
-        return self.start(to, function, args, kwargs, timeout, CONTROL if control else 0).result()
+        return self.start(to, function, args, kwargs, timeout, frames.CONTROL if control else 0).result()
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
     ) -> Future:
-        future = self.start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
+        future = self.start(to, function, args, kwargs, timeout, frames.CONTROL if control else 0, True).future
         assert future is not None
         return future
 
@@ -322,7 +321,7 @@ class Agent:
         isinstance(None, ROOM)
         rref = self.new_id()
         fork = rref if to.number == self.number else self.new_id()
-        pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
+        pending = self.start(to, function, args, kwargs, timeout, frames.REMOTE, True, rref, fork)
         return self.rrefs.forks.created(to.number, rref, fork, pending)
 
     # -- links
@@ -398,7 +397,7 @@ class Agent:
         links = links if kind else []
         for link in links:
             with suppress(RuntimeError):  # lost, or no thread can be had any more to find its ring
-                link.post(GOODBYE, 0, CONTROL, 0, (kind.encode(), text.encode(), b"", b""))
+                link.post(frames.GOODBYE, 0, frames.CONTROL, 0, (kind.encode(), text.encode(), b"", b""))
         limit = time.monotonic() + _GOODBYE_S
         while (not self.connections.parted or any(link.looked_up for link in links)) and time.monotonic() < limit:
             time.sleep(_PAUSE_S)
@@ -463,14 +462,14 @@ def _takes(agent: Agent) -> dict[int, Handler]:
     """The handlers of received frames, by kind."""
     callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
     return {
-        REQUEST: callee.accept,
-        GRADIENTS: callee.accept,
-        RESPONSE: agent.caller.answer,
-        ERROR: agent.caller.answer,
-        RELEASE: lambda link, frame: callee.release(link, frame.call),
-        FORGO: callee.forgo,
-        REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
-        ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
+        frames.REQUEST: callee.accept,
+        frames.GRADIENTS: callee.accept,
+        frames.RESPONSE: agent.caller.answer,
+        frames.ERROR: agent.caller.answer,
+        frames.RELEASE: lambda link, frame: callee.release(link, frame.call),
+        frames.FORGO: callee.forgo,
+        frames.REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
+        frames.ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
     }
 
 
@@ -504,7 +503,7 @@ def _tell_end(links: Links, worker: int, context: int) -> None:
     """Tell a worker to which we brought an autograd context that the context is over."""
     link = links.by_worker.get(worker)
     if link is not None:  # else lost, and its part with it
-        tell(link, ENDED, context)
+        tell(link, frames.ENDED, context)
 
 
 def positional(args: Any) -> tuple[Any, ...]:

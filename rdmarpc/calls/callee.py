@@ -21,28 +21,8 @@ from ..functions import MAY_DEFER, NO_FUTURE, TOLD_WHO
 from ..gradients.context import Context, Contexts, current, plainly
 from ..gradients.graph import unbound
 from ..gradients.waves import deliver
-from ..links import messages
-from ..links.frames import (
-    BULK,
-    CONTROL,
-    ERROR,
-    FLAT,
-    GRADIENTS,
-    HEAD,
-    LONE,
-    NO_CONTEXT,
-    READS,
-    REFERENCE,
-    REMOTE,
-    REQUEST,
-    RESPONSE,
-    Body,
-    Frame,
-    NotTheirs,
-    created,
-    request_body,
-    response_head,
-)
+from ..links import frames, messages
+from ..links.frames import Body, Frame, NotTheirs, created, request_body, response_head
 from ..links.grants import Promises
 from ..links.messages import AWAY, Fetch, Kept, Post
 from ..links.polling.pool import Pool
@@ -123,7 +103,7 @@ class Callee:
     def accept(self, link: Link, frame: Frame) -> None:
         """A request arrived (called by the holder of the polling role): leave it to the pool. ``NotTheirs`` if it creates a
         value under another worker's number."""
-        if frame.flags & REMOTE and not frame.flags & BULK:
+        if frame.flags & frames.REMOTE and not frame.flags & frames.BULK:
             self._introduce(link, frame)
         if self.post.observer is not None:
             self.post.observer.came(link, frame)
@@ -181,7 +161,7 @@ class Callee:
             observer.serving(answering)
         try:
             try:
-                plain = first and flags & FLAT and not flags & (AWAY | REMOTE)
+                plain = first and flags & frames.FLAT and not flags & (AWAY | frames.REMOTE)
                 if not (plain or self._prepare(answering)):
                     return
                 answer = self._run(answering, streams)
@@ -209,16 +189,16 @@ class Callee:
         """Have all of a request here, its body and what its references refer to. ``False``: it goes on when these are
         confirmed."""
         link, frame, request = answering.link, answering.frame, answering.request
-        introduced = not frame.flags & BULK  # when it came
+        introduced = not frame.flags & frames.BULK  # when it came
         if frame.flags & AWAY:
             request = answering.request = request or Fetch(link, frame)
             request.read(self.memory, None)
             frame = answering.frame = request.whole()
-        if frame.flags & REMOTE:
+        if frame.flags & frames.REMOTE:
             answering.rref = created(frame)[0]
             if not introduced:
                 self._introduce(link, frame)
-        if not frame.flags & FLAT and answering.references is None:
+        if not frame.flags & frames.FLAT and answering.references is None:
             answering.body = request_body(frame)
             payload = answering.body[1]
             if payload[0] == serialize.MARK:
@@ -246,7 +226,7 @@ class Callee:
         args: tuple[Any, ...]
         kwargs: dict[str, Any]
         try:
-            if frame.kind == REQUEST and frame.flags & (LONE | HEAD) == LONE:
+            if frame.kind == frames.REQUEST and frame.flags & (frames.LONE | frames.HEAD) == frames.LONE:
                 at = frame.function
                 function, args, kwargs = self._function(frame.body[:at]), (unpack_lone(frame.body[at:], frame.data),), {}
             else:
@@ -263,7 +243,7 @@ class Callee:
         inner = getattr(function, "_wrapped_async_rpc_function", None)
         if inner is TOLD_WHO:
             args = (link.worker, *args)
-        if torch_profiler._is_profiler_enabled and not frame.flags & CONTROL:
+        if torch_profiler._is_profiler_enabled and not frame.flags & frames.CONTROL:
             function = profiled.serving(function, args, link.name, self.me.name)
         if context is not None:
             current.context = context
@@ -307,12 +287,12 @@ class Callee:
         link, frame = answering.link, answering.frame
         head, payload, table, data = answering.body or request_body(frame)
         answering.body = None
-        if head.context != NO_CONTEXT:
+        if head.context != frames.NO_CONTEXT:
             answering.context = self.contexts.join(head.context, link.worker)
         if head.places:
             answering.places = link.places[head.places]
         tensors: list[torch.Tensor] = []
-        if frame.flags & LONE:
+        if frame.flags & frames.LONE:
             tensors = [unpack_lone(table, data)]
         elif frame.tensors:
             landing = self.promises.take(link, head.grant) if head.grant else None
@@ -326,13 +306,13 @@ class Callee:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         try:
             name = frame.body[: frame.function]
-            if frame.kind == GRADIENTS:
-                gradients = tensors if frame.flags & FLAT else serialize.loads(payload, tensors, references, parts)
+            if frame.kind == frames.GRADIENTS:
+                gradients = tensors if frame.flags & frames.FLAT else serialize.loads(payload, tensors, references, parts)
                 function, args = deliver, (name, gradients)
-            elif frame.flags & FLAT:
-                one = bool(tensors) and (frame.flags & LONE or payload == serialize.ONE_TENSOR)
+            elif frame.flags & frames.FLAT:
+                one = bool(tensors) and (frame.flags & frames.LONE or payload == serialize.ONE_TENSOR)
                 function, args = self._function(name), (tensors[0],) if one else serialize.load_flat(payload, tensors)
-            elif frame.flags & REFERENCE:
+            elif frame.flags & frames.REFERENCE:
                 args, kwargs = serialize.loads(payload, tensors, references, parts)
                 function = self._function(name)
             else:
@@ -388,47 +368,47 @@ class Callee:
         if answering.rref is not None:
             self.rrefs.store.fulfil(answering.rref, result)
             result = None
-        flags, name, payload, message = answering.frame.flags & CONTROL, b"", b"", 0
+        flags, name, payload, message = answering.frame.flags & frames.CONTROL, b"", b"", 0
         try:
             if context is not None:
                 result = unbound(result)
-            if answering.frame.kind == GRADIENTS:
+            if answering.frame.kind == frames.GRADIENTS:
                 name, result = result
                 result = (result[0] if len(result) == 1 else tuple(result)) if result else None
             whole = type(result) is torch.Tensor and travels(result)
             lone = as_it_lies(result) if whole and result.nbytes <= INLINE_BYTES else None
             if lone is not None and lone.nbytes <= INLINE_BYTES:
-                flags |= LONE | FLAT
+                flags |= frames.LONE | frames.FLAT
                 data = string_at(result.data_ptr(), lone.nbytes)
                 if context is not None:
                     message = context.send(link.worker, (result,))
-                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, (name, b"", lone.text, data)):
+                if not sizes and not message and link.try_send(frames.RESPONSE, call, flags, 1, (name, b"", lone.text, data)):
                     return
                 out = Outgoing(lone.text, data, 1, [])
             elif result is None and context is None:
-                flags, payload, out = flags | FLAT, serialize.NONE, NOTHING
+                flags, payload, out = flags | frames.FLAT, serialize.NONE, NOTHING
             else:
                 answer.append(result)
                 result = None
                 payload, out, carried, flat = self._pack(answering, answer, whole)
-                flags |= flat | (READS if out.lent else 0)
+                flags |= flat | (frames.READS if out.lent else 0)
                 if context is not None:
                     message = context.send(link.worker, *carried)
                 del carried
             result = None
             grant, places = self.promises.give(link, sizes) if sizes else (0, b"")
             if grant or message:
-                flags |= HEAD
+                flags |= frames.HEAD
                 payload = response_head(grant, len(places), message) + places + payload
             kept = None
             if out.lent or len(name) + len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 kept = self._lend(link, call, out.lent)
-            refers = payload and not flags & FLAT
-            dropped = partial(self.rrefs.take_back, link.worker, RESPONSE, flags, payload) if refers else None
-            self.post.send(link, RESPONSE, call, flags, out, name, payload, kept, dropped)
+            refers = payload and not flags & frames.FLAT
+            dropped = partial(self.rrefs.take_back, link.worker, frames.RESPONSE, flags, payload) if refers else None
+            self.post.send(link, frames.RESPONSE, call, flags, out, name, payload, kept, dropped)
         except BaseException as error:
             self.release(link, call)
-            self.rrefs.take_back(link.worker, RESPONSE, flags, payload)
+            self.rrefs.take_back(link.worker, frames.RESPONSE, flags, payload)
             if isinstance(error, PeerLost) and link.channel.error is not None:  # else it is where a tensor of the result lies
                 self.dropped += 1
                 return
@@ -445,14 +425,14 @@ class Callee:
         parts: list[torch.Tensor] = []
         out = NOTHING
         if whole:
-            flags, payload = FLAT, serialize.ONE_TENSOR
+            flags, payload = frames.FLAT, serialize.ONE_TENSOR
             if link.channel.can_adopt and (block := self.device.arena.sole_block(result)):
                 place = self.handovers.give(link.channel, link.pool, result, block)
                 out = NOTHING if place is None else pack_handed(result, place)
             tensors = [] if out.tensors else [result]
         elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
-            flags = FLAT
-            payload = b"" if answering.frame.kind == GRADIENTS else serialize.dump_flat_one(result)
+            flags = frames.FLAT
+            payload = b"" if answering.frame.kind == frames.GRADIENTS else serialize.dump_flat_one(result)
         else:
             payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
         if tensors:
@@ -467,7 +447,7 @@ class Callee:
             return  # it may have failed because we leave: the end of the link says so
         error = errors.readable(error)
         payload = errors.dump(error, self.me)
-        control = answering.frame.flags & CONTROL
+        control = answering.frame.flags & frames.CONTROL
         if not control and not (answering.function is None and isinstance(error, PeerLost)):  # it never began
             errors.tell(self.failures, error, answering.function)
         if rref is not None:
@@ -480,7 +460,7 @@ class Callee:
             return
         try:
             kept = self._lend(link, call, []) if len(payload) > MAX_BODY else None
-            self.post.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
+            self.post.send(link, frames.ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             self.dropped += 1
             self.release(link, call)

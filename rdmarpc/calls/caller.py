@@ -26,26 +26,8 @@ from ..base import streams as gpu_streams
 from ..gradients.context import Context, plainly
 from ..gradients.graph import unbound
 from ..gradients.waves import deliver
-from ..links.frames import (
-    BULK,
-    CONTROL,
-    ERROR,
-    FLAT,
-    FORGO,
-    GRADIENTS,
-    HEAD,
-    LONE,
-    NO_CONTEXT,
-    READS,
-    REFERENCE,
-    RELEASE,
-    REMOTE,
-    REQUEST,
-    Frame,
-    NotTheirs,
-    request_head,
-    response_body,
-)
+from ..links import frames
+from ..links.frames import Frame, NotTheirs, request_head, response_body
 from ..links.messages import AWAY, Fetch, Post, tell
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
@@ -73,7 +55,7 @@ from .pending import Answer, Future, Pending, Timeouts
 
 _CALL = ("function", "args", "kwargs")
 _GRADIENTS = b"gradients"
-_WITH_LONE = LONE | HEAD | BULK
+_WITH_LONE = frames.LONE | frames.HEAD | frames.BULK
 
 _Pickled = tuple[int, bytes, bytes | str, bytes, int, Sequence[torch.Tensor], list[torch.Tensor], tuple[bytes, bytes] | None]
 """A call as it is sent: kind of frame; function by reference, if it travels so; what the call is in signatures (``grants``);
@@ -84,17 +66,18 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Raises what pickling raises. ``waits``: see ``serialize.dumps``."""
     label: bytes | str
     if function is deliver:
-        kind, label, (name, args) = GRADIENTS, _GRADIENTS, args
+        kind, label, (name, args) = frames.GRADIENTS, _GRADIENTS, args
     else:
-        kind, name = REQUEST, serialize.reference(function) or b""
+        kind, name = frames.REQUEST, serialize.reference(function) or b""
         label = name
     parts: list[torch.Tensor] = []
     only: Any = args[0] if name and len(args) == 1 and not kwargs else None
     if type(only) is torch.Tensor and travels(only):
-        flags |= FLAT | REFERENCE
+        flags |= frames.FLAT | frames.REFERENCE
         lone = as_it_lies(only) if only.nbytes <= INLINE_BYTES else None
         if lone is not None and lone.nbytes <= INLINE_BYTES:  # the short way for the commonest message
-            return kind, name, label, b"", flags | LONE, args, parts, (lone.text, string_at(only.data_ptr(), lone.nbytes))
+            data = lone.text, string_at(only.data_ptr(), lone.nbytes)
+            return kind, name, label, b"", flags | frames.LONE, args, parts, data
         return kind, name, label, serialize.ONE_TENSOR, flags, args, parts, None
     if hasattr(function, "_names_callee") or not name:
         label = serialize.label(function, args)
@@ -103,18 +86,18 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(function, torch.jit.ScriptFunction):
             reducers.check_arguments(function, args)
         payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts, waits=waits)
-    elif kind == GRADIENTS:
+    elif kind == frames.GRADIENTS:
         payload, tensors = b"", serialize.flat(args)
         if tensors is None:
             payload, tensors = serialize.dumps(args, to, parts=parts)
         else:
-            flags |= FLAT
+            flags |= frames.FLAT
     elif not kwargs and (tensors := serialize.flat(args)) is not None:
         payload = serialize.dump_flat(args)
-        flags |= FLAT | REFERENCE
+        flags |= frames.FLAT | frames.REFERENCE
     else:
         payload, tensors = serialize.dumps((args, kwargs or {}), to, _CALL[1:], parts, waits=waits)
-        flags |= REFERENCE
+        flags |= frames.REFERENCE
     return kind, name, label, payload, flags, tensors, parts, None
 
 
@@ -209,7 +192,7 @@ class Caller:
         if context is not None:
             args, kwargs = unbound((args, kwargs))
         kind, name, label, payload, flags, tensors, parts, lone = _pickle(
-            link.worker, function, args, kwargs, flags, waits=not (future or flags & REMOTE)
+            link.worker, function, args, kwargs, flags, waits=not (future or flags & frames.REMOTE)
         )
         call = next(self._calls)
         pending = Pending(self, link, call, timeout)
@@ -218,7 +201,7 @@ class Caller:
             pending.deadline = now + timeout
         else:
             pending.since = now
-        pending.control, pending.key, pending.keep = bool(flags & CONTROL), (label, ()), parts
+        pending.control, pending.key, pending.keep = bool(flags & frames.CONTROL), (label, ()), parts
         try:
             out = NOTHING
             if tensors and lone is None:
@@ -226,31 +209,31 @@ class Caller:
                 out = pack(tensors, self.device, link.channel, link.grants.take, memory, pending.deadline)
                 pending.key = label, out.sizes
                 if out.lent:
-                    flags, pending.keep = flags | READS, (parts, out.lent)
+                    flags, pending.keep = flags | frames.READS, (parts, out.lent)
                     out = _recallable(pending, out, self.device, memory) if out.own else out
             places = _expect(pending) if pending.key in link.grants.result_sizes else b""
-            if out.grant or places or flags & REMOTE or context is not None:
-                if flags & REMOTE:
+            if out.grant or places or flags & frames.REMOTE or context is not None:
+                if flags & frames.REMOTE:
                     pending.rref = rref
-                number, message = NO_CONTEXT, 0
+                number, message = frames.NO_CONTEXT, 0
                 if context is not None:
                     pending.context, number, pending.recorded = context, context.number, torch.is_grad_enabled()
                     message = context.send(link.worker, tensors, parts)
                 payload = request_head(out.grant, rref, fork, len(places), number, message) + places + payload
-                flags |= HEAD
+                flags |= frames.HEAD
             if future:
-                self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
+                self._promise(pending, not flags & frames.FLAT and serialize.lends(payload), now)
             self.pending[call] = pending
             if lone is not None:
                 if link.try_send(kind, call, flags, 1, (name, payload, *lone)):
                     return pending
                 out = Outgoing(*lone, 1, [])
-            if link.waiting > QUEUE_BYTES and not flags & CONTROL:
+            if link.waiting > QUEUE_BYTES and not flags & frames.CONTROL:
                 # The peer has not read for a while, and as many requests are queued for it as may be.
                 room = self.progress.wait_for(Room(link), pending.deadline)
                 if not room or call not in self.pending:  # the thread of timeouts was faster, or the loss was told
                     raise pending.timed_out()
-            dropped = None if flags & FLAT else partial(self.rrefs.take_back, link.worker, kind, flags, payload)
+            dropped = None if flags & frames.FLAT else partial(self.rrefs.take_back, link.worker, kind, flags, payload)
             self.post.send(link, kind, call, flags, out, name, payload, pending, dropped)
         except (PeerLost, TransferTimeout) as error:
             self._not_sent(pending, flags, payload)
@@ -278,7 +261,7 @@ class Caller:
     def _not_sent(self, pending: Pending, flags: int, payload: bytes) -> None:
         self.pending.pop(pending.call, None)
         self.expired.pop(pending.call, None)
-        self.rrefs.take_back(pending.link.worker, REQUEST, flags, payload)
+        self.rrefs.take_back(pending.link.worker, frames.REQUEST, flags, payload)
 
     # -- in
 
@@ -325,7 +308,8 @@ class Caller:
         if future is not None:
             self.futures.pop(pending.call, None)
             if answer.__class__ is Frame and not (future.has_callbacks or pending.waited):
-                if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT and not answer.tensors:
+                flat = answer.flags & (frames.FLAT | frames.BULK) == frames.FLAT
+                if pending.rref is not None and flat and not answer.tensors:
                     # A value was created. Nobody but us has this future (else ``RRef._get_future`` says so), and the next call
                     # may want the landing places that the answer brings.
                     if self._complete(future, pending, answer):
@@ -432,7 +416,7 @@ class Caller:
         observer = self.post.observer
         if observer is not None:
             return observer.reading(self._decode, pending, answer)
-        if answer.__class__ is Frame and answer.flags & _WITH_LONE == LONE and not (pending.key[1] or answer.function):
+        if answer.__class__ is Frame and answer.flags & _WITH_LONE == frames.LONE and not (pending.key[1] or answer.function):
             return unpack_lone(answer.body, answer.data)
         return self._decode(pending, answer)
 
@@ -445,11 +429,11 @@ class Caller:
         else:
             frame = answer
         flags = frame.flags
-        if frame.kind == ERROR:
+        if frame.kind == frames.ERROR:
             raise errors.rebuild(response_body(frame)[1])
         head, payload, table, data = response_body(frame)
         references = None
-        if not flags & FLAT and payload[0] == serialize.MARK:
+        if not flags & frames.FLAT and payload[0] == serialize.MARK:
             try:
                 references = self.rrefs.adopt(pending.link.worker, payload)
             except NotTheirs as error:
@@ -460,13 +444,13 @@ class Caller:
             fit = head.grant and len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes)
             forgone = link.grants.put(sizes, head.grant, link.places[head.places] if fit else [])
             if forgone:
-                tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
+                tell(link, frames.FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
         context = pending.context if head.message and pending.recorded else None
         if context is not None and context.ended:
             context = None
         value: Any
         tensors: list[torch.Tensor] = []
-        if flags & LONE:
+        if flags & frames.LONE:
             tensors = [unpack_lone(table, data)]
         elif frame.tensors:
             tensors, came = unpack(table, data, frame.tensors, link.channel, pending.landing, link.places, runs)
@@ -477,8 +461,8 @@ class Caller:
         if context is not None:
             context.attach(link.worker, head.message, tensors)  # before it is unpickled, which may compute with them
         parts: list[torch.Tensor] = []
-        if flags & FLAT:
-            if tensors and (flags & LONE or payload == serialize.ONE_TENSOR):
+        if flags & frames.FLAT:
+            if tensors and (flags & frames.LONE or payload == serialize.ONE_TENSOR):
                 value = tensors[0]
             else:
                 value = serialize.load_flat_one(payload, tensors) if payload else tuple(tensors)
@@ -503,7 +487,7 @@ class Caller:
             fetch.read(self.post.memory, _deadline(pending))
             return fetch.whole(), fetch.take()
         finally:
-            tell(pending.link, RELEASE, pending.call)
+            tell(pending.link, frames.RELEASE, pending.call)
 
     def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
         """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an

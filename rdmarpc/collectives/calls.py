@@ -63,7 +63,7 @@ class Sum:
             dtype = dtype.to_real()
         self.code = exchange.fold_code(str(dtype).removeprefix("torch."), plain)
         if self.code < 0 and not self._has_torch():
-            raise NotSupported(f"{name} of {self.dtype}")
+            raise NotSupported(f"torch has no {name} of {self.dtype}", hint="convert the tensor before")
 
     def _has_torch(self) -> bool:
         """Whether torch has the operation for this type. Before the call begins: one that fails ends its group."""
@@ -91,7 +91,7 @@ def sum_of(operation: dist.ReduceOp, dtype: torch.dtype) -> Sum:
     """As ``Sum``, by torch's name of the operation."""
     name = _NAMES.get(getattr(operation, "op", operation))  # ReduceOp has it, and is it, in turn
     if name is None:
-        raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
+        raise NotSupported(f"the backend rdmarpc has no reduction {operation}", hint="scale before, and sum")
     return Sum(name, dtype, _factor(operation)) if name == "premul_sum" else _known(name, dtype)
 
 
@@ -327,7 +327,7 @@ def all_reduce_sparse(tensor: torch.Tensor, operation: dist.ReduceOp) -> Callabl
     """Of sparse tensors (COO): all parts to all ranks, which add them up in the order of the ranks. ``tensor``
     gets the sum, coalesced. All ranks give tensors of one shape and one number of sparse dimensions."""
     if sum_of(operation, tensor.dtype).name != "sum":
-        raise NotSupported("an all_reduce of sparse tensors that is no sum")
+        raise NotSupported("sparse tensors can only be summed", hint="all_reduce(tensor.to_dense(), op) takes any operation")
     part = tensor.detach().coalesce()
 
     def run(engine: Engine, limit: float) -> None:

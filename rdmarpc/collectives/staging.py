@@ -32,7 +32,7 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
             hint = "the backend rdmarpc takes tensors on the CPU and on CUDA devices"
             raise NotSupported(f"{what} of a tensor on {tensor.device}", hint=hint)
         if tensor.layout is not torch.strided:
-            raise NotSupported(f"{what} of a tensor with layout {tensor.layout}")
+            raise NotSupported(f"{what} of a tensor with layout {tensor.layout}", hint="give tensor.to_dense()")
         if tensor.is_nested or tensor.is_quantized:
             kind_of = "nested" if tensor.is_nested else "quantized"
             raise NotSupported(f"{what} of a {kind_of} tensor", hint="give its parts: memory does not say all of it")

@@ -1,12 +1,16 @@
 """How an exception crosses: with its type, its text and the remote traceback.
 
 Of a function (``dump``, ``rebuild``) a text goes out (the callee logs the error too: ``tell``) and, each pickled by itself so
-that one that cannot be read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
+that one that cannot be read back spoils nothing else, the type, the exception, its arguments and its attributes. The caller
+rebuilds, in this order:
 
-1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
-2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;
-3. the type, made with the remote text;
-4. where even that fails: ``RuntimeError`` with both. So arrive types that ``allow`` does not have, which are not looked for.
+1. an exception of one text (most are): the type with the remote text, which contains the original one;
+2. any other: the exception itself, as it is pickled, caused by a ``RuntimeError`` with the remote text;
+3. where its class does not let it be read back: the type with what could be read of arguments and attributes, so caused;
+4. where even that fails: ``RuntimeError`` with name and text. So arrive types that ``allow`` does not have: none is looked for.
+
+In 1 and 3 the constructor of the class is not called: it may take the text for something else. One that could not be called
+with a text leads to 4, as in torch.
 
 Of a backward pass (``located``, ``dump_located``, ``load_located``) the worker that began it gets a ``BackwardError`` that is
 of the original type too. Its text begins as in ``torch.distributed.autograd``: one ``Error on Node <worker id>: `` for each
@@ -15,6 +19,8 @@ worker that it passed, then the original text; what follows is the traceback of 
 
 from __future__ import annotations
 
+import copyreg
+import inspect
 import os
 import pickle
 import sys
@@ -27,12 +33,13 @@ from typing import Any
 import torch
 
 from ..base.here import WorkerInfo
-from ..transport import Guard, assign, for_others
+from ..transport import Guard, assign, for_others, remade
 from . import permits
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
 )
+BY_VALUE = "defined on the spot, or in another __main__, travel with RpcBackendOptions(pickler='cloudpickle')"
 _OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
 
 
@@ -51,7 +58,10 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
     except BaseException as reason:
         summary, trace = _unreadable(error, "text cannot be made", reason), ""
     text, kind = f"On {me}:\n{summary}\n{trace}", type(error) if isinstance(error, Exception) else RuntimeError
-    return pickle.dumps((name, text, _dump(kind), b"" if _is_text(error) else _dump(error)), 5)
+    whole, args, state = b"", b"", {}
+    if isinstance(error, Exception) and not _is_text(error):
+        whole, args, state = _dump(error), _dump(error.args), _dump_state(error)
+    return pickle.dumps((name, text, _dump(kind), whole, args, state), 5)
 
 
 def readable(error: BaseException) -> BaseException:
@@ -69,22 +79,34 @@ def _unreadable(error: BaseException, what: str, reason: BaseException) -> str:
 
 def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
-    name, text, kind, whole = permits.loads(payload)
-    with suppress(BaseException):
-        if whole and isinstance(error := permits.loads(whole), Exception):
+    name, text, packed_kind, whole, args, state = permits.loads(payload)
+    error = _load(whole)
+    kind = _load_kind(packed_kind)
+    if not isinstance(error, Exception) and kind is not None and _takes_a_text(kind):
+        with suppress(BaseException):
+            error = remade(ScriptError if kind is torch.jit.Error else kind, _load(args, (text,)), _load_state(state))
+    if isinstance(error, Exception):
+        if whole or args:  # else the text is in it
             assign(error, "__cause__", RuntimeError(text))
-            return error
-    with suppress(BaseException):
-        made = permits.loads(kind)
-        error = (ScriptError if made is torch.jit.Error else made)(text)
-        if isinstance(error, Exception):
-            return error
+        return error
     return RuntimeError(f"An exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
+
+
+def _takes_a_text(kind: type[Exception]) -> bool:
+    """Whether torch, which makes an error by its class and one text, would make one of this class."""
+    try:
+        inspect.signature(kind).bind("")
+    except TypeError:
+        return False
+    except Exception:  # of C code, or of a class that is no ordinary one
+        pass
+    return True
 
 
 def unknown_name(error: Exception) -> RuntimeError:
     """The error for a function, or a class, that unpickling did not find in this process."""
-    return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}")
+    more = f" Those {BY_VALUE}." if "__main__" in str(error) else ""
+    return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}{more}")
 
 
 def ordinary(error: BaseException) -> Exception:
@@ -103,14 +125,42 @@ def unsendable(error: BaseException) -> BaseException:
 
 def _is_text(error: BaseException) -> bool:
     """Whether an exception is nothing but its type and one text, and shows that text as it is."""
-    args = error.args
-    return len(args) == 1 and type(args[0]) is str and not error.__dict__ and type(error).__str__ is BaseException.__str__
+    args, kind = error.args, type(error)
+    more = error.__dict__ or copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return len(args) == 1 and type(args[0]) is str and not more and kind.__str__ is BaseException.__str__
 
 
 def _dump(value: object) -> bytes:
     with suppress(BaseException):
         return pickle.dumps(value, 5)
     return b""
+
+
+def _load(packed: bytes, default: Any = None) -> Any:
+    """What ``_dump`` made; ``default`` where it does not let itself be read back."""
+    with suppress(BaseException):
+        return permits.loads(packed)
+    return default
+
+
+def _load_kind(packed: bytes) -> type[Exception] | None:
+    """The class of an error; ``None`` for what is not known, or not allowed, here, and for what is none."""
+    kind = _load(packed)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+def _dump_state(error: BaseException) -> dict[str, bytes]:
+    """The attributes of an error, each by itself."""
+    return {key: _dump(each) for key, each in error.__dict__.items()}
+
+
+def _load_state(state: dict[str, bytes]) -> dict[str, Any]:
+    """Those that can be read back."""
+    found = {}
+    for key, packed in state.items():
+        with suppress(BaseException):
+            found[key] = permits.loads(packed)
+    return found
 
 
 def tell(guard: Guard, error: BaseException, function: Any) -> None:
@@ -186,24 +236,12 @@ def located(error: BaseException, worker_id: int, name: str) -> Exception:
 
 
 def dump_located(error: Exception) -> bytes:
-    """Pickle an error made by ``located``. Its attributes, and then its type, are left out if they cannot be pickled."""
-    kind, state = getattr(error, "_original", RuntimeError), error.__dict__
-    for attempt in ((kind, state), (kind, {})):
-        try:
-            packed = pickle.dumps(attempt, 5)
-            pickle.loads(packed)
-            return pickle.dumps((str(error), packed), 5)
-        except Exception:
-            continue
-    return pickle.dumps((str(error), pickle.dumps((RuntimeError, {}), 5)), 5)
+    """Pickle an error made by ``located``."""
+    return pickle.dumps((str(error), _dump(getattr(error, "_original", RuntimeError)), _dump_state(error)), 5)
 
 
 def load_located(packed: bytes) -> Exception:
-    text, inner = permits.loads(packed)
-    try:
-        kind, state = permits.loads(inner)
-    except Exception:  # a type that is not known, or not allowed, here
-        return BackwardError(text)
-    if not isinstance(kind, type) or not issubclass(kind, Exception):
-        return BackwardError(text)
-    return _made(kind, text, state)
+    """The error again: without attributes that cannot travel, and without a type that is not known, or not allowed, here."""
+    text, packed_kind, state = permits.loads(packed)
+    kind = _load_kind(packed_kind)
+    return BackwardError(text) if kind is None else _made(kind, text, _load_state(state))

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ..base.recursion import ROOM
-from . import device_maps, gpu, permits, reducers
+from . import device_maps, errors, gpu, permits, reducers
 from .incoming import Came, beside, in_parts, landed
 from .layout import travels
 
@@ -442,8 +442,8 @@ def _explain(error: Exception, value: Any, names: tuple[str, ...]) -> None:
 def _hint(error: Exception) -> None:
     """Add what helps with functions that have no name another process could find."""
     text = str(error)
-    if "<lambda>" in text or "<locals>" in text or "local object" in text:
-        _append(error, "; functions and classes defined on the spot travel with RpcBackendOptions(pickler='cloudpickle')")
+    if any(each in text for each in ("<lambda>", "<locals>", "local object", "__main__")):
+        _append(error, f"; functions and classes that are {errors.BY_VALUE}")
 
 
 def _append(error: Exception, text: str) -> None:

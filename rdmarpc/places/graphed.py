@@ -67,13 +67,13 @@ class Graphed:
                 tree = repr(spec)
             tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
             form = self._form((_arguments(leaves), tree, self._around()))
-            program = form.program
-            modes = torch._C._len_torch_dispatch_stack()  # of the program, or another step that is captured around this one
+            replayable = form.replayable
+            modes = torch._C._len_torch_dispatch_stack()  # the user's, or another step that is captured around this one
             checks = self.check > 0 and (self.replays + self.runs) % self.check == self.check - 1
-            if program is not None and not checks and not modes and not observing.observers and program.holds():
+            if replayable is not None and not checks and not modes and not observing.observers and replayable.holds():
                 self.replays += 1
                 self._strange = form.tries = 0
-                return program.replay(tensors)
+                return replayable.replay(tensors)
             self.runs += 1
             again, form.again = form.again, True
             if form.tries >= _TRIES or not again or modes or not observing.capturing.acquire(blocking=False):
@@ -92,7 +92,7 @@ class Graphed:
         """Drop what was captured: the next calls run Python."""
         with self._lock:
             for form in self._forms.values():
-                form.last = form.program = None
+                form.last = form.replayable = None
 
     def __repr__(self) -> str:
         why = f"; the last reason to run Python: {self.why}" if self.why else ""
@@ -129,13 +129,13 @@ class Graphed:
 
     def _captured(self, form: _Form, tensors: list[torch.Tensor], args: Any, kwargs: Any, checks: bool) -> Any:
         """Run the step, and see whether it did what it did in the call before."""
-        before, program = form.last, form.program
-        if program is not None:
-            program.refresh()
-            if not program.holds():
+        before, replayable = form.last, form.replayable
+        if replayable is not None:
+            replayable.refresh()
+            if not replayable.holds():
                 self._refused(form, "tensors of the step were replaced since (a gradient, by another step's zero_grad())")
                 checks = False  # there is nothing to compare with
-        form.last = form.program = None
+        form.last = form.replayable = None
         if form.tries >= _TRIES:  # a capture costs more than Python
             return self._without_graph(self.step(*args, **kwargs))
         capture = Capture(tensors, before)
@@ -152,12 +152,12 @@ class Graphed:
         why = capture.why if before is None else difference(before, capture)
         if before is not None and not why:
             try:
-                form.program = Program(capture, self._gradients)
+                form.replayable = Replayable(capture, self._gradients)
             except NotSupported as error:
                 why = error.message
         if why:
             self._refused(form, why)
-            if checks and program is not None and not capture.grows:  # nobody knows who keeps that
+            if checks and replayable is not None and not capture.grows:  # nobody knows who keeps that
                 raise RuntimeError(f"a graphed step does something else than what was captured: {why}")
         return results
 
@@ -170,7 +170,7 @@ class Graphed:
 
 
 Gradients = dict[Any, torch.Tensor]
-"""The gradients that graphs write, by their leaf and how they lie: one for all programs of a step."""
+"""The gradients that graphs write, by their leaf and how they lie: one for all forms of a step."""
 
 
 def _gradient(leaf: weakref.ref[torch.Tensor]) -> Any:
@@ -182,7 +182,7 @@ class _Form:
     """Calls with arguments of one form: the last capture, and what was made of two that were alike."""
 
     last: Capture | None = None
-    program: Program | None = None
+    replayable: Replayable | None = None
     tries = 0
     again = False
     """Whether its next call is captured: at first sight only as long as forms come again."""
@@ -218,14 +218,14 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
     for index, each in enumerate(leaves):
         if not isinstance(each, torch.Tensor):
             if type(each) not in _CONSTANTS:
-                raise NotSupported(f"a graphed step takes tensors and constants, not a {type(each).__name__}")
+                raise NotSupported(f"a graphed step takes tensors and constants, got {type(each).__name__}")
             found.append((type(each), repr(each)))
             continue
         if each.requires_grad:
             why = "an argument of a graphed step must not require grad"
             raise NotSupported(why, hint="detach() it, or make it in the step")
         if each.layout is not torch.strided:
-            raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}")
+            raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}", hint="give to_dense() of it")
         remote, each = type(each) is RemoteTensor, cast(Any, each)
         storage, offset = each._handle if remote else each.untyped_storage()._cdata, int(each.storage_offset())
         first, begin = seen.setdefault(storage, (index, offset))
@@ -272,7 +272,7 @@ def _options(optimizer: Any) -> tuple[Any, ...]:
 
 
 class Messages:
-    """Messages for one worker. ``inside`` and ``given``: as of ``worker.Program``; ``values`` says what is given. ``freed``:
+    """Messages for one worker. ``inside`` and ``given``: as of ``programs.Program``; ``values`` says what is given. ``freed``:
     numbers of what has crossed, whose places are free behind them."""
 
     def __init__(self) -> None:
@@ -338,7 +338,7 @@ class Call:
         return [self.places[number] for number in numbers if number in self.places and number not in self.freed]
 
 
-class Program:
+class Replayable:
     """A step that can be posted again: what is to be done in a call, in order. ``NotSupported``: it cannot."""
 
     def __init__(self, capture: Capture, gradients: Gradients) -> None:

@@ -35,7 +35,7 @@ _MOST = 1 << 18
 _FORMS, _TIMES = 8, 2
 
 
-class Ran(NamedTuple):
+class Origin(NamedTuple):
     """Of an operation with a node in autograd's graph: the module in which it ran, and what its result is called."""
 
     path: str
@@ -64,7 +64,7 @@ class Recorder:
         self._made: dict[int, str] = {}
         """The phase in which storages were made."""
         self._local: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._nodes: dict[int, Ran] = {}
+        self._nodes: dict[int, Origin] = {}
         """By the number of their node in autograd's graph, and one."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[str] = []
@@ -130,7 +130,7 @@ class Recorder:
                 if tensor.grad_fn is not None:
                     key = tensor.grad_fn._sequence_nr() + 1
                     known = self._nodes.get(key)
-                    self._nodes[key] = Ran(path if known is None else known.path, path)
+                    self._nodes[key] = Origin(path if known is None else known.path, path)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -194,7 +194,7 @@ class Recorder:
         event = Operation(self._here if place is None else repr(place), op.name, operands, positions, results, phase, path)
         self._events.append(event)
         if phase == Phase.FORWARD and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self._nodes[_sequence()] = Ran(path, str(event))
+            self._nodes[_sequence()] = Origin(path, str(event))
 
     def brought(self, target: Stream, tensor: torch.Tensor, made: Storage) -> None:
         """See ``Observer``."""

@@ -440,20 +440,19 @@ class Stream:
         """An error came late: find the first one of all streams, after which all go on."""
         found = [(self, error, position)]
         # A thread that holds another stream's lock may be here, too, and want ours.
-        locked = [each for each in streams() if each is self or each.lock.acquire(timeout=_LOCK_S)]
+        others = [each for each in streams() if each is not self and each.lock.acquire(timeout=_LOCK_S)]
         try:
-            for stream in locked:
-                if stream is not self:
-                    with contextlib.suppress(RdmaError):
-                        kind, value = stream._asked([ring.CHECK, 0], 1)
-                        if kind == "late":
-                            found.append((stream, *load_error(value)))
+            for stream in others:
+                with contextlib.suppress(RdmaError):
+                    kind, value = stream._asked([ring.CHECK, 0], 1)
+                    if kind == "late":
+                        found.append((stream, *load_error(value)))
             for stream in streams():
                 with contextlib.suppress(RdmaError):
-                    (stream.post if stream in locked else stream.owe)([ring.RESET, stream._ring.written + 1])
+                    (stream.post if stream is self or stream in others else stream.owe)([ring.RESET, stream._ring.written + 1])
         finally:
-            for stream in locked:
-                stream.lock.release() if stream is not self else None
+            for stream in others:
+                stream.lock.release()
         where, error, position = next((each for each in found if not isinstance(each[1], Derived)), found[0])
         error.add_note(f"at worker {where}, in {where._line(position)}; what was posted since was not run")
         return error

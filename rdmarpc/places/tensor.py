@@ -7,7 +7,7 @@ PyTorch runs the program: autograd, views, versions and modules are its own. Onl
 2. else where what it writes lies;
 3. else, in a backward, where its forward ran (found by the sequence number of the node, and its thread);
 4. else where the first parameter among its operands lies, or a view of one (``Storage.anchor``);
-5. else where the latest remote operand lies.
+5. else where that remote operand lies which was made last.
 
 Where an operand, or a result, cannot lie at a worker (``StaysHere``: most layouts, quantized tensors, objects of this process),
 the operation runs here. With an operand of a class that has a dispatch of its own it is left to that class.

@@ -57,7 +57,8 @@ def wrap(
     if outputs not in ("there", "here"):
         raise ValueError(f'outputs={outputs!r} is not known; use "there" or "here"')
     if isinstance(net, torch.jit.ScriptModule):
-        raise NotSupported("a scripted module keeps its parameters where Python cannot move them")
+        why = "a scripted module keeps its parameters where Python cannot move them"
+        raise NotSupported(why, hint="wrap the module that it was made from")
     for name, parameter in net.named_parameters():
         if hasattr(type(parameter), "_watch"):  # a ``servers.parameter.ServedParameter``
             raise NotSupported(f"{name!r} is a parameter of a served model", hint="wrap a model, or serve it")
@@ -288,7 +289,8 @@ def _joined(results: list[Any], sizes: list[int]) -> Any:
         elif [getattr(each, "shape", ())[:1] for each in shards] == [(size,) for size in sizes]:
             leaves.append(torch.cat(shards))
         else:
-            raise NotSupported("a part with replicas gave a result that is no batch: its first dimension differs")
+            why = "a part with replicas gave a result that is no batch: its first dimension differs"
+            raise NotSupported(why, hint="give that part one worker")
     return tree_unflatten(leaves, tree_flatten(results[0])[1])
 
 

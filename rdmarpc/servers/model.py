@@ -222,7 +222,8 @@ class ServedModel(Extension):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load here and at the servers. With several workers each of them loads the same before its next step."""
         if assign:
-            raise NotSupported("load_state_dict(assign=True) would take the parameters out of their landing places")
+            why = "load_state_dict(assign=True) would take the parameters out of their landing places"
+            raise NotSupported(why, hint="assign=False copies the values there")
         served = self._wait()
         result = super().load_state_dict(state_dict, strict)
         if served is not None:
@@ -248,7 +249,8 @@ class ServedModel(Extension):
         return self
 
     def share_memory(self) -> Any:
-        raise NotSupported("a served model lies where servers write: its memory cannot be exchanged")
+        why = "a served model lies where servers write: its memory cannot be exchanged"
+        raise NotSupported(why, hint="share a copy: copy.deepcopy(model)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class, with the present weights: no server knows of them."""

@@ -70,7 +70,8 @@ class ServedParameter(nn.Parameter):
         self._watch.exchange(self, value)
 
     def share_memory_(self) -> Any:
-        raise NotSupported(f"{self._watch.name_of(self)!r} lies where a server writes: its memory cannot be exchanged")
+        why = f"{self._watch.name_of(self)!r} lies where a server writes: its memory cannot be exchanged"
+        raise NotSupported(why, hint="share a copy: detach().clone()")
 
     def _ordinary(self) -> nn.Parameter:
         return nn.Parameter(super().detach().clone(memory_format=torch.preserve_format), self.requires_grad)

@@ -7,7 +7,7 @@ command that asks for the step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,24 +51,30 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in sorted(group) if key not in NOT_SENT}
 
 
+def _items(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
+    """(number of a group, key, value) of all; a tuple (Adam's betas) is a value for each of its members."""
+    for at, group in enumerate(groups):
+        for key, value in hyperparameters(group).items():
+            yield from ((at, key, item) for item in (value if isinstance(value, tuple) else (value,)))
+
+
 def numbers_of(groups: Sequence[dict[str, Any]]) -> tuple[list[float], tuple[Any, ...]]:
     """(all numbers of these groups, everything else about them). Two calls with equal second results are told apart by
     the numbers alone."""
     numbers: list[float] = []
     rest: list[Any] = []
-    for at, group in enumerate(groups):
-        for key, value in hyperparameters(group).items():
-            items = value if isinstance(value, tuple) else (value,)
-            for item in items:
-                number = isinstance(item, (int, float))
-                if isinstance(item, torch.Tensor):
-                    if item.numel() != 1 or item.dtype.is_complex:
-                        raise NotSupported(f"the optimizer's {key} is a tensor of shape {tuple(item.shape)}, {item.dtype}")
-                    rest.append((at, key, item.dtype, item.shape))
-                else:
-                    rest.append((at, key, type(item), None if number else _kept(item)))
-                if number or isinstance(item, torch.Tensor):
-                    numbers.append(float(item))
+    for at, key, item in _items(groups):
+        if isinstance(item, torch.Tensor):
+            if item.numel() != 1 or item.dtype.is_complex:
+                why = f"the optimizer's {key} is a tensor of shape {tuple(item.shape)}, {item.dtype}"
+                raise NotSupported(why, hint="give a number, or a tensor of one real number")
+            rest.append((at, key, item.dtype, item.shape))
+            numbers.append(float(item))
+        elif isinstance(item, int | float):
+            rest.append((at, key, type(item), None))
+            numbers.append(float(item))
+        else:
+            rest.append((at, key, type(item), _kept(item)))
     return numbers, tuple(rest)
 
 

@@ -198,9 +198,8 @@ class CudaChannel(ShmChannel):
         if tensor.is_cpu and segment is None:
             far, mapped = self.resolve(remote, write=write)
             if not mapped:
-                raise NotSupported(
-                    "memory outside the arenas cannot be in one list with GPU memory", peer=self.peer, device="cuda"
-                )
+                why = "memory outside the arenas cannot be in one list with GPU memory"
+                raise NotSupported(why, peer=self.peer, device="cuda", hint="prepare a transfer for each")
             return None, [_ordered(far, address, nbytes, write)] if nbytes else []
         index = segment.index if segment is not None and tensor.is_cpu else tensor.device.index
         lane = self.lane(index)

@@ -129,7 +129,8 @@ class ShmChannel(Channel):
     def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
         address, mapped = self.resolve(remote, write=True)
         if not mapped:
-            raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device=self.device.name)
+            why, hint = "a window needs memory of the peer's arena", "let the peer make it by channel.empty()"
+            raise NotSupported(why, peer=self.peer, device=self.device.name, hint=hint)
         return ShmWindow(self, address, local, notify)
 
     def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:

@@ -93,7 +93,8 @@ class VerbsChannel(Channel):
     def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
         place = self.places.resolve(remote, self, write=True)
         if not self.places.stays(remote):
-            raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
+            why, hint = "a window needs memory of the peer's arena", "let the peer make it by channel.empty()"
+            raise NotSupported(why, peer=self.peer, device="verbs", hint=hint)
         return VerbsWindow(self, remote, place, local, notify)
 
     def expect(self, imm: int, count: int = 1) -> Expectation:

@@ -280,7 +280,9 @@ class Group:
             if again:
                 self.refresh()
         kind = "name" if by_name else "id"
-        raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination {kind} {to}")
+        names = list(self.workers.by_name)
+        there = ", ".join(names[:20]) + ", ..." * (len(names) > 20)
+        raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination {kind} {to}: there are {there}")
 
     # -- the end
 

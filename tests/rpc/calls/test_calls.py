@@ -120,7 +120,7 @@ def errors(rank):
             rpc.rpc_sync("worker1", lambda: 1)
         with pytest.raises(RuntimeError, match=r"Can not pickle torch.futures.Future"):
             rpc.rpc_async("worker1", identity, (torch.futures.Future(),))
-        with pytest.raises(RuntimeError, match="could not find destination"):
+        with pytest.raises(RuntimeError, match=r"could not find destination.*: there are worker0, worker1"):
             rpc.rpc_sync("nobody", identity, (1,))
         with pytest.raises(RuntimeError):
             rpc.rpc_sync(7, identity, (1,))

@@ -42,6 +42,24 @@ class Stubborn(Exception):
         super().__init__(text)
 
 
+class Numbered(Exception):
+    """Would take a text for its number."""
+
+    def __init__(self, number):
+        self.number, self.lock = number, threading.Lock()
+        super().__init__()
+
+
+class Slotted(Exception):
+    """What it carries is not in ``__dict__``."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.code = 7
+
+
 class Silent(Exception):
     def __str__(self):
         raise RuntimeError("no text")
@@ -125,6 +143,15 @@ def kinds(rank):
         for call in calls(raise_it, Stubborn, 7, "why"):
             with pytest.raises(RuntimeError, match=r"(?s)Stubborn.*Original exception on remote side was.*why"):
                 call()
+        for call in calls(raise_it, Numbered, 7):
+            with pytest.raises(Numbered) as caught:
+                call()
+            assert (caught.value.number, caught.value.args) == (7, ()) and not hasattr(caught.value, "lock")
+            assert "in raise_it" in str(caught.value.__cause__)
+        for call in calls(raise_it, Slotted, "why"):
+            with pytest.raises(Slotted, match=r"^why$") as caught:
+                call()
+            assert caught.value.code == 7 and "in raise_it" in str(caught.value.__cause__)
         for call in calls(raise_local):
             with pytest.raises(RuntimeError, match=r"(?s)Local.*from inside"):
                 call()
@@ -140,8 +167,9 @@ def kinds(rank):
             with pytest.raises(RuntimeError, match=r"Closed \(its attributes cannot be read: RuntimeError\)"):
                 call()
         for call in calls(raise_it, Unreadable):
-            with pytest.raises(Exception, match="Unreadable"):
+            with pytest.raises(Unreadable) as caught:
                 call()
+            assert "in raise_it" in str(caught.value.__cause__)
         with pytest.raises(Simple, match=r"(?s)KeyError: 'key'.*direct cause"):
             rpc.rpc_sync("worker1", raise_with_cause)
         with pytest.raises(Simple, match=r"(?s)On WorkerInfo\(id=1, name=worker1\).*On WorkerInfo\(id=0, name=worker0\).*deep"):
@@ -378,17 +406,18 @@ def test_limits_of_time():
 class Frozen(Exception):
     """Nobody may set an attribute of it, not even ``__traceback__``."""
 
-    number: int
+    number: int = 0
+    place: str = ""
 
 
 def raises_frozen():
-    raise Frozen(3)
+    raise Frozen(3, "disk")
 
 
 @rpc.functions.async_execution
 def fails_with_frozen():
     future = torch.futures.Future()
-    future.set_exception(Frozen(3))
+    future.set_exception(Frozen(3, "disk"))
     return future
 
 
@@ -396,12 +425,14 @@ def frozen_errors(rank):
     if rank == 0:
         for to in ("worker0", "worker1"):
             for function in (raises_frozen, fails_with_frozen):
-                with pytest.raises(Frozen):
-                    rpc.rpc_sync(to, function, timeout=20)
-                with pytest.raises(Frozen):
-                    rpc.rpc_async(to, function, timeout=20).wait()
-                with pytest.raises(Frozen):
-                    rpc.remote(to, function).to_here(timeout=20)
+                for call in (
+                    lambda to=to, function=function: rpc.rpc_sync(to, function, timeout=20),
+                    lambda to=to, function=function: rpc.rpc_async(to, function, timeout=20).wait(),
+                    lambda to=to, function=function: rpc.remote(to, function).to_here(timeout=20),
+                ):
+                    with pytest.raises(Frozen) as caught:
+                        call()
+                    assert (caught.value.number, caught.value.place) == (3, "disk")
     rpc.shutdown(timeout=60)
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,22 @@ def test_before_init_and_after_shutdown():
             call()
     with pytest.raises(RuntimeError, match="Current RPC agent is not set! Did you initialize the RPC framework"):
         rpc.RRef(1)
+
+
+def beside_torchs_own(meeting):
+    from torch.distributed import rpc as torchs
+
+    with tempfile.NamedTemporaryFile() as store:
+        options = torchs.TensorPipeRpcBackendOptions(init_method=f"file://{store.name}")
+        torchs.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        for call in (lambda: rpc.device("worker0"), lambda: rpc.rpc_sync("worker0", identity, (1,))):
+            with pytest.raises(RuntimeError, match=r"not been initialized.* torch's own RPC: .*python -m rdmarpc run"):
+                call()
+        torchs.shutdown()
+
+
+def test_where_torchs_own_rpc_is_up_the_error_says_so():
+    results(run_group(beside_torchs_own, 1, dynamic=True))
 
 
 def test_bad_arguments():

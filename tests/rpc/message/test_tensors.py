@@ -470,6 +470,13 @@ def returns_a_lock():
     return {"a": [1, Box(lock=threading.Lock())]}
 
 
+def of_another_main():
+    """As a process of a pool has it that was sent a function of its parent's ``__main__``."""
+
+
+of_another_main.__module__ = "__main__"
+
+
 def cannot_travel(rank):
     if rank == 0:
         reference = rpc.remote("worker1", identity, (1,))
@@ -487,6 +494,8 @@ def cannot_travel(rank):
             rpc.rpc_sync("worker1", lambda: 1)
         with pytest.raises(Exception, match=r"in args\[0\]\[0\], a function(.|\n)*pickler='cloudpickle'"):
             rpc.remote("worker1", identity, ([lambda: 1],))
+        with pytest.raises(Exception, match=r"__main__(.|\n)*pickler='cloudpickle'"):
+            rpc.rpc_sync("worker1", of_another_main)
         knot: list = []
         knot.append(knot)
         assert (got := rpc.rpc_sync("worker1", identity, (knot,)))[0] is got

@@ -318,7 +318,7 @@ def forms() -> None:
     pair.end(replays)
 
 
-def test_forms(group):
+def test_forms_are_told_apart(group):
     group.run(forms)
 
 
@@ -332,7 +332,7 @@ def freezes() -> None:
     pair.end(replays=8)
 
 
-def test_freezes(group):
+def test_a_program_that_freezes_parameters_is_seen(group):
     group.run(freezes)
 
 
@@ -362,7 +362,7 @@ def accumulates() -> None:
     pair.end(pair.graph.replays)
 
 
-def test_accumulates(group):
+def test_gradients_accumulate(group):
     group.run(accumulates)
 
 
@@ -395,12 +395,12 @@ def arguments() -> None:
     assert pair.graph.replays >= 6, pair.graph.why
     with pytest.raises(rpc.NotSupported, match="require grad"):
         pair.graph(data[:2].requires_grad_(), 0.5, {"a": ones})
-    with pytest.raises(rpc.NotSupported, match="not a ndarray"):
+    with pytest.raises(rpc.NotSupported, match="got ndarray"):
         pair.graph(data[:2].detach().numpy(), 0.5, {"a": ones})
     pair.end(pair.graph.replays)
 
 
-def test_arguments(group):
+def test_arguments_of_every_kind(group):
     group.run(arguments)
 
 
@@ -603,7 +603,7 @@ def turns(kept: bool) -> None:
     assert (graph.replays > 0) is kept and ("were replaced since" in graph.why) is not kept, (graph.why, graph.replays)
 
 
-def test_replaced(group):
+def test_replaced_tensors_are_seen(group):
     group.run(replaced)
     group.run(turns, False)
     group.run(turns, True)
@@ -740,7 +740,7 @@ def exchanged() -> None:
         pair.end(pair.graph.replays)
 
 
-def test_exchanged(group):
+def test_exchanged_modules_and_states_are_told_apart(group):
     group.run(exchanged)
 
 
@@ -758,7 +758,7 @@ def strange() -> None:
     pair.end(replays=7, runs=23)
 
 
-def test_strange(group):
+def test_a_step_of_strange_numbers_is_not_captured_for_ever(group):
     group.run(strange)
 
 
@@ -812,7 +812,7 @@ def checked() -> None:
     pair.placed.close()
 
 
-def test_checked(group):
+def test_a_checked_step_that_changes_is_an_error(group):
     group.run(checked)
 
 
@@ -1002,7 +1002,7 @@ def rates() -> None:
     pair.end(pair.graph.replays)
 
 
-def test_rates(group):
+def test_rates_in_tensors_are_read_in_every_call(group):
     group.run(rates)
 
 
@@ -1099,7 +1099,7 @@ def many_words() -> None:
     pair.end(replays=3)
 
 
-def test_many_words(group):
+def test_many_words_go_in_several_programs(group):
     group.run(many_words)
 
 
