@@ -174,23 +174,29 @@ class ListeningDevice(Device):
     def _prove(self, came: socket.socket, *, initiator: bool, deadline: float, expect: str = "") -> _Proven:
         """The stream is encrypted where TLS is on: ``came`` has been closed then. After an error ``came`` is the caller's to
         close."""
-        with self._service.handshakes.limited(came, deadline):
-            stream, binding = came, b""
-            if self._tls is not None:
-                stream, binding = self._tls.seal(came, initiator=initiator, deadline=deadline)
-            try:
+        stream, binding, handshakes = came, b"", self._service.handshakes
+        try:
+            with handshakes.limited(came, deadline):
+                if self._tls is not None:
+                    stream, binding = self._tls.seal(came, initiator=initiator, deadline=deadline)
                 key = auth.authenticate(
-                    stream, self.secret, self.memory.identity, initiator=initiator, expect=expect, binding=binding
+                    stream,
+                    self.secret,
+                    self.memory.identity,
+                    initiator=initiator,
+                    expect=expect,
+                    binding=binding,
+                    proven=partial(handshakes.proven, came),
                 )
-            except BaseException as error:
-                broken = failure(stream) if isinstance(error, PeerLost) and not error.gone else None
-                if stream is not came:
-                    stream.close()
-                if broken is not None:
-                    raise broken from None
-                raise
+        except BaseException as error:
+            broken = failure(stream) if isinstance(error, PeerLost) and not error.gone else None
             if stream is not came:
-                came.close()
+                stream.close()
+            if broken is not None:
+                raise broken from None
+            raise
+        if stream is not came:
+            came.close()
         return stream, key
 
     def _closed(self, peer: str) -> PeerLost:
@@ -201,7 +207,7 @@ class ListeningDevice(Device):
     def _welcome(self, came: socket.socket) -> None:
         sock, channel = came, None
         try:
-            sock, key = self._admit(came)
+            sock, key = self._prove(came, initiator=False, deadline=time.monotonic() + HANDSHAKE_S)
             with contextlib.ExitStack() as stack:
                 with self._service.handshakes.limited(sock, time.monotonic() + SETUP_S):
                     ours = stack.enter_context(self._offer(sock))
@@ -218,12 +224,6 @@ class ListeningDevice(Device):
             sock.close()
             if not isinstance(error, _EXPECTED):
                 raise
-
-    def _admit(self, came: socket.socket) -> _Proven:
-        """As ``_prove``, of a peer that came: it is no stranger from then on."""
-        proven = self._prove(came, initiator=False, deadline=time.monotonic() + HANDSHAKE_S)
-        self._service.handshakes.proven(came)
-        return proven
 
     # -- the end
 

@@ -35,7 +35,12 @@ def open_stream(key: str, caller: str, device: str, reply: bytes, done: bytes, n
         del known[ended]
     known[key] = runner
     agent.before_closing.append(runner.stop)
-    return runner.open(reply, done, notify)
+    try:
+        return runner.open(reply, done, notify)
+    except BaseException:  # it has no thread that would end it, as where the caller is lost by now
+        del known[key]
+        agent.before_closing.remove(runner.stop)
+        raise
 
 
 def _has(device: torch.device) -> bool:

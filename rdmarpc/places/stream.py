@@ -579,7 +579,8 @@ crossing = threading.Lock()
 
 # -- the streams of this process
 
-_streams: dict[tuple[str, str], Stream] = {}
+_streams: dict[tuple[int, str], Stream] = {}
+"""By the worker's number, which one that comes back under its name does not have, and the device."""
 ran: dict[int, Stream | None] = {}
 """Where forward operations ran, by the sequence number of the node that autograd made for them, and its thread
 (``tensor.py``)."""
@@ -598,7 +599,7 @@ def stream_to(worker: str, device: str | torch.device = "cpu") -> Stream | None:
     where = torch.device(device)
     if info.name == agent.name and where.type == "cpu":
         return None
-    key = info.name, str(where)
+    key = info.number, str(where)
     with _lock:
         found = _streams.get(key)
         if found is None or found.closed is not None or found.agent is not agent:

@@ -31,12 +31,14 @@ import secrets
 import socket
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from ..errors import AuthenticationError, PeerLost, TransferTimeout
 from .address import lines
+from .guard import nobody
 
 _BYTES, _MOST_BYTES = 32, 4096
 
@@ -188,15 +190,22 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
 
 
 def authenticate(
-    sock: socket.socket, secret: bytes, identity: Identity, *, initiator: bool, expect: str = "", binding: bytes = b""
+    sock: socket.socket,
+    secret: bytes,
+    identity: Identity,
+    *,
+    initiator: bool,
+    expect: str = "",
+    binding: bytes = b"",
+    proven: Callable[[], None] = nobody,
 ) -> bytes:
     """Authenticate both ends, which both run this under the socket's timeout. Returns the peer's key. The other end has proven
     that it holds the private half.
 
     ``expect``: the uid (``uid_of``, 16 hexadecimal digits) that the other end must have; ``PeerLost`` with the status
     ``STALE_ADDRESS`` if it is another one. ``binding``: what the proofs cover besides, the same at both ends, so that they hold
-    for this stream alone (of a TLS session: its channel binding). Raises ``AuthenticationError`` at both ends if secrets or
-    bindings differ."""
+    for this stream alone (of a TLS session: its channel binding). ``proven``: called by the acceptor when the other end has
+    proven itself, before that is told so. Raises ``AuthenticationError`` at both ends if secrets or bindings differ."""
     mine = identity.public + secrets.token_bytes(_NONCE)
     try:
         sock.sendall(_MAGIC + mine)
@@ -211,7 +220,9 @@ def authenticate(
         if initiator:
             _prove_first(sock, secret, identity.shared(peer), transcript)
         else:
-            _prove_second(sock, secret, identity, peer, transcript)
+            shared = _check_first(sock, secret, identity, peer, transcript)
+            proven()
+            sock.sendall(_answer(secret, shared, transcript))
     except OSError as error:
         raise PeerLost(f"the connection broke: {error}") from None
     return peer
@@ -231,7 +242,8 @@ def _prove_first(sock: socket.socket, secret: bytes, shared: bytes, transcript: 
         raise _another_secret("the peer refused our proof" if answer == _REFUSED else "the peer's proof is wrong")
 
 
-def _prove_second(sock: socket.socket, secret: bytes, identity: Identity, peer: bytes, transcript: bytes) -> None:
+def _check_first(sock: socket.socket, secret: bytes, identity: Identity, peer: bytes, transcript: bytes) -> bytes:
+    """Returns the bytes that both ends share."""
     proofs = receive_exactly(sock, 2 * _PROOF)
     if not hmac.compare_digest(proofs[:_PROOF], _hmac(secret, b"initiator", transcript)):
         sock.sendall(_REFUSED)
@@ -240,7 +252,7 @@ def _prove_second(sock: socket.socket, secret: bytes, identity: Identity, peer: 
     if not hmac.compare_digest(proofs[_PROOF:], _hmac(shared, b"initiator", transcript)):
         sock.sendall(_REFUSED)
         raise AuthenticationError("the peer does not hold the key that it shows", status="PROTOCOL")
-    sock.sendall(_answer(secret, shared, transcript))
+    return shared
 
 
 def _answer(secret: bytes, shared: bytes, transcript: bytes) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import select
 import socket
@@ -112,14 +113,17 @@ class Handshakes:
             self.proven(sock)
 
     def proven(self, sock: socket.socket) -> None:
-        """Take a peer out of the unproven ones: it has proven itself, or its handshake has failed. Idempotent. Call it before
-        the socket is closed."""
+        """Take a peer out of the unproven ones: it has proven itself, or its handshake has failed. From then on it is not hung
+        up on for what ``limited`` said. Idempotent. Call it before the socket is closed."""
         with self._lock:
             self._unproven.pop(sock, None)
+            if sock in self._deadlines:
+                self._deadlines[sock] = math.inf
 
     @contextlib.contextmanager
     def limited(self, sock: socket.socket, deadline: float) -> Iterator[None]:
-        """Inside the block the peer has until ``deadline`` (``time.monotonic``); then the stream is ended."""
+        """Inside the block the peer has until ``deadline`` (``time.monotonic``); then the stream is ended. ``PeerLost`` at the
+        end of the block if it was, also where the peer had answered by then."""
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         with self._lock:
             self._deadlines[sock] = deadline
@@ -128,7 +132,9 @@ class Handshakes:
             yield
         finally:
             with self._lock:
-                self._deadlines.pop(sock, None)
+                hung_up = self._deadlines.pop(sock, None) is None
+        if hung_up:
+            raise PeerLost("the handshake was ended here: it took too long")
 
     # -- the end
 

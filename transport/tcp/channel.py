@@ -62,7 +62,10 @@ class TcpChannel(Channel):
     ) -> None:
         super().__init__(device)
         self._io = io
-        host, port = sock.getpeername()[:2]
+        try:
+            host, port = sock.getpeername()[:2]
+        except OSError as error:  # the peer has reset the stream
+            raise PeerLost(f"the peer broke off the handshake: {error}", device="tcp") from None
         self.sock, self.peer_hello = sock, hello
         self.peer_uid, self.peer_epoch = identity
         self._gone = threading.Event()  # set when the socket is closed

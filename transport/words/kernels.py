@@ -276,7 +276,18 @@ def _claim(table: int, found: int, word: int, expected: int) -> int:
     at = table + 16 * (found >> 32) + 8
     store_release(at, load_acquire(at) + (found & 0xFFFFFFFF))
     store_release(table - 8, (found >> 32) + 1)
+    store_release(table - 16, found & 0xFFFFFFFF)
     return found
+
+
+@compiled(i64(i64, i64, i64))
+def untake(table: int, word: int, expected: int) -> int:
+    """Undo what the last ``wait_any`` with this ``word`` took, if it took something: ``word`` is ``expected`` again."""
+    if load_acquire(word) == expected + 1:
+        at = table + 16 * (load_acquire(table - 8) - 1) + 8
+        store_release(at, load_acquire(at) - load_acquire(table - 16))
+        store_release(word, expected)
+    return 0
 
 
 @compiled(i64(i64, i64, i64))
@@ -290,7 +301,7 @@ def take_any(table: int, rows: int, port: int) -> int:
 @compiled(i64(i64, i64, i64, i64, i64, i64, i64, i64))
 def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget: int, slice_ns: int, port: int) -> int:
     """Wait until any record of a table has news. ``table`` holds rows (record address, notifications seen), and before them
-    8 bytes unused and the row at which a look begins; ``port`` as for ``wait_count``.
+    how many were taken last and the row at which a look begins; ``port`` as for ``wait_count``.
 
     Returns ``row << 32 | fresh``, ``TIMEOUT`` after ``slice_ns``, or ``CHANGED`` as soon as ``word`` (an address, or 0)
     no longer holds ``expected``. What is returned is taken: ``seen`` is advanced, and ``word`` becomes ``expected + 1``.

@@ -123,6 +123,9 @@ class Progress:
                 if deadline is not None and not awaited.done and time.monotonic() >= deadline:
                     return False
             return True
+        except BaseException:  # another thread may have raised it here as ``take`` returned
+            steps.let_go(self._token, mine, self._bell, self._table, self.poller.rows)
+            raise
         finally:
             if pool:
                 self.waiting.discard(pool)
@@ -181,15 +184,19 @@ class Progress:
         spin, limit = kernels.SPIN, kernels.SLICE_NS
         while not awaited.done:
             patience = _PATIENCE_NS if self.unfinished else limit
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, patience, self._port)
+            try:
+                found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, patience, self._port)
+            except BaseException:  # another thread has raised it here, as the kernel returned
+                kernels.untake(table, token, mine)
+                raise
             if found >= 0:
                 try:
                     self.read(found >> 32, found & 0xFFFFFFFF)
+                    if awaited.done and not jobs:
+                        return mine + steps.HOLDING
                 except BaseException:
                     kernels.store(token, mine)
                     raise
-                if awaited.done and not jobs:
-                    return mine + steps.HOLDING
                 kernels.store(token, mine)
                 if jobs:
                     self.offer()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import random
 import signal
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,9 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
+from rdmarpc.links.polling import steps
 from rdmarpc.transport import interrupts as kept_handlers
+from rdmarpc.transport import kernels
 
 
 def interrupts(pid, gate, tensor):
@@ -169,6 +173,52 @@ def a_handler_waits(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_a_handler_waits_for_other_threads_and_others_are_answered_meanwhile(device):
     results(run_group(a_handler_waits, transport=device))
+
+
+class Stop(Exception):
+    """What ends a thread that waits."""
+
+
+def waits(gate, ended):
+    try:
+        ended.append(rpc.rpc_sync("worker1", held, (gate,)))
+    except Stop:
+        ended.append("stopped")
+
+
+def stopping(real, thread, *given):
+    found = real(*given)
+    if threading.current_thread() is thread and found > 0:
+        raise Stop
+    return found
+
+
+def another_thread_raises(rank):
+    """``kernel``: the thread was stopped as that one returned, which had taken something; none: wherever it waited."""
+    if rank == 0:
+        for turn, kernel in enumerate([None, (kernels, "wait_any"), (steps, "take")] * 3):
+            gate, ended, limit = f"gate {turn}", [], time.monotonic() + 20
+            thread = threading.Thread(target=waits, args=(gate, ended), daemon=True)
+            with pytest.MonkeyPatch.context() as patch:
+                if kernel is not None:
+                    patch.setattr(*kernel, partial(stopping, getattr(*kernel), thread))
+                thread.start()
+                if kernel is None:
+                    time.sleep(0.2)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stop))
+                while not ended:
+                    assert time.monotonic() < limit
+                    assert rpc.rpc_sync("worker1", identity, (turn,), timeout=5) == turn
+            assert ended == ["stopped"]
+            assert rpc.rpc_sync("worker1", identity, (turn,), timeout=5) == turn
+            rpc.rpc_sync("worker1", let_go, (gate,), timeout=5)
+    rpc.shutdown()
+
+
+def test_what_another_thread_raises_in_a_wait_ends_that_wait_alone():
+    """``PyThreadState_SetAsyncExc``, by which job queues and test runners stop threads. What the thread had taken was lost, and
+    all that came later was not read."""
+    results(run_group(another_thread_raises))
 
 
 def a_handler_shuts_down(rank):

@@ -165,6 +165,7 @@ def comes_back_under_its_name(meeting):
         for life in range(3):
             meeting.hear(f"called{life}")
             assert rpc.rpc_sync("worker1", identity, (life,)) == life  # whatever became of the link before
+            assert torch.ones(3).to(rpc.device("worker1")).sum().item() == 3
             meeting.say(f"answered{life}")
         rpc.shutdown()
         return
@@ -219,6 +220,8 @@ def dies_and_is_replaced(meeting, *, missed_late=False):
         meeting.hear("joined")
         meeting.join()
         assert rpc.rpc_sync("mortal", identity, (1,)) == 1
+        lay_there = torch.ones(3).to(rpc.device("mortal"))
+        assert lay_there.sum().item() == 3
         if missed_late:
             agent.current().group.take_out = lambda record: meeting.hear("greeted")
         pending = rpc.rpc_async("mortal", slow, (20.0,))
@@ -229,6 +232,10 @@ def dies_and_is_replaced(meeting, *, missed_late=False):
         meeting.hear("replaced")
         assert rpc.rpc_sync("mortal", identity, ("second life",)) == "second life"
         assert rpc.rpc_sync(5, identity, ("by rank",)) == "by rank"
+        assert torch.ones(4).to(rpc.device("mortal")).sum().item() == 4
+        with pytest.raises(rpc.PeerLost, match="mortal"):
+            lay_there.sum().item()
+        assert torch.ones(5).to(rpc.device("mortal")).sum().item() == 5
         meeting.say("greeted")
         rpc.shutdown()
     else:

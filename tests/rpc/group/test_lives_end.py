@@ -18,6 +18,7 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
+from rdmarpc.places import worker
 
 _MORE_MIB = 160  # of the 480 that the results of four lives would hold; an allocator keeps some, a compiler takes 70
 
@@ -227,3 +228,24 @@ def of_an_earlier_life(meeting):
 
 def test_what_is_of_an_earlier_life_is_an_error_in_the_next():
     results(run_group(of_an_earlier_life, dynamic=True))
+
+
+def left_of_streams(patched=None):
+    """With ``patched`` streams cannot be opened here any more."""
+    if patched:
+        worker.Runner.open = lambda *given: (_ for _ in ()).throw(rpc.PeerLost(patched))
+    return sum(getattr(each, "__func__", None) is worker.Runner.stop for each in agent.current().before_closing)
+
+
+def a_stream_fails_to_open(rank):
+    if rank == 0:
+        assert rpc.rpc_sync("worker1", left_of_streams, ("the caller is lost",)) == 0
+        with pytest.raises(rpc.PeerLost, match="the caller is lost"):
+            torch.ones(2).to(rpc.device("worker1"))
+        assert rpc.rpc_sync("worker1", left_of_streams) == 0
+    rpc.shutdown()
+
+
+def test_a_stream_that_could_not_be_opened_leaves_nothing():
+    """Its end failed at the shutdown, and what it had stayed."""
+    results(run_group(a_stream_fails_to_open))

@@ -132,6 +132,28 @@ def test_who_is_accepted_and_not_heard_connects_again(kind: str, open_device: Op
     b.accept(timeout=T).close()
 
 
+@pytest.mark.parametrize("late", ["acceptor", "initiator"])
+def test_a_limit_that_passes_between_the_last_answer_and_what_follows_loses_nothing(
+    kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The one whose limit it was hung up on a peer that was told, or had said, that the proof is right: a broken pipe."""
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(listening, "_HALVES_S", 0.1)
+    authenticate, slept = auth.authenticate, []
+
+    def slow(*given: Any, initiator: bool, **named: Any) -> bytes:
+        key = authenticate(*given, initiator=initiator, **named)
+        if initiator == (late == "initiator") and not slept:
+            slept.append(time.sleep(2.5))
+        return key
+
+    monkeypatch.setattr(auth, "authenticate", slow)
+    b, a = open_device(kind), open_device(kind)
+    a.connect(b.address, timeout=T if late == "acceptor" else 4.0).notify(1)
+    b.accept(timeout=T).close()
+    assert slept
+
+
 def test_time_in_which_this_process_did_not_run_is_not_the_peers(
     kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
