@@ -69,7 +69,6 @@ class Replaced(NamedTuple):
 
     number: int
     lost: str
-    error: Exception
 
 
 def live(scene: Scene, chance: random.Random) -> None:
@@ -221,23 +220,24 @@ class _Watch:
         numbers = itertools.count(1)
         self.text = _DOES.sub(lambda found: f"{found[0]}; replaced(trainer, {next(numbers)})", text) if self._names else text
         self.replaced: Replaced | None = None
-        self._lost: Replaced | None = None
+        self._lost: tuple[Replaced, Exception] | None = None
 
     def replaces(self, trainer: Any, number: int) -> None:
         """After that statement: the worker that was lost in it, if so."""
         lost, self._lost = self._lost, None
         if lost is None:
             return
-        if trainer.spare(lost.lost) is None:
-            raise lost.error
-        trainer.replaces(lost.lost)
-        self.replaced = lost
+        replaced, error = lost
+        if trainer.spare(replaced.lost) is None:
+            raise error
+        trainer.replaces(replaced.lost)
+        self.replaced = replaced  # without the error, whose frames refer to parameters: torch swaps none that others refer to
 
     def _replaceable(self, number: int, error: Exception) -> bool:
         names = self._names[number - 1 : number] if not self.deviates and self.replaced is None else []
         lost = [name_of(rank) for rank in SERVERS if rank in ranks_in(getattr(error, "peer", ""))]
         if isinstance(error, rpc.PeerLost) and lost and set(names) & set(_NOTHING_ELSE):
-            self._lost = Replaced(number, lost[0], error)
+            self._lost = Replaced(number, lost[0]), error
         return self._lost is not None
 
     def attempts(self, keep: Callable[[str, Any], None]) -> Callable[[int], Any]:
