@@ -34,10 +34,11 @@ MADE = [
 
 VIEW = (
     "<[1:]|[:, ::2]|[2]|[1, 2]|[..., None, :]|[:, -1:]|t()|mT|T|view(-1)|view(2, 12)|flatten()|reshape(6, 4)"
-    "|unflatten(1, (2, 3))|as_strided((2, 3), (1, 2))|as_strided((3, 3), (1, 1), 1)|unfold(1, 3, 2)|unfold(0, 2, 1)|diagonal()"
-    "|diagonal(1)|select(1, 2)|narrow(1, 1, 3)|split(2)[1]|split([1, 5], 1)[1]|chunk(2, 1)[0]|unbind(1)[3]|tensor_split(3, 1)[1]"
-    "|hsplit(2)[1]|movedim(0, 1)|swapaxes(0, 1)|expand(3, 4, 6)|data|detach()|real|view(torch.int32)|view(torch.int8)|view_as({t})"
-    "|unsqueeze(0)|squeeze()|permute(1, 0)|ravel()|adjoint()|conj()|resolve_conj()|contiguous()|[:0]|[:, :0]>"
+    "|unflatten(1, (2, 3))|as_strided((2, 3), (1, 2))|as_strided((3, 3), (1, 1), 1)|unfold(1, 3, 2)|unfold(0, 2, 1)"
+    "|diagonal()|diagonal(1)|select(1, 2)|narrow(1, 1, 3)|split(2)[1]|split([1, 5], 1)[1]|chunk(2, 1)[0]|unbind(1)[3]"
+    "|tensor_split(3, 1)[1]|hsplit(2)[1]|movedim(0, 1)|swapaxes(0, 1)|expand(3, 4, 6)|data|detach()|real|view(torch.int32)"
+    "|view(torch.int8)|view_as({t})|unsqueeze(0)|squeeze()|permute(1, 0)|ravel()|adjoint()|conj()|resolve_conj()"
+    "|contiguous()|[:0]|[:, :0]>"
 )
 
 WRITE = (
