@@ -234,7 +234,7 @@ ASKED = [
     "keep('asked', look({t}.new_zeros({i}[0, 0]), {t}.view(torch.Size([6, 4])), {t}.reshape({i}.shape)))",
     "keep('asked', look(torch.tensor({t}.tolist()), torch.from_numpy({t}.detach().cpu().numpy().copy())))",
     "for row in {t}.<unbind()|split(1)|__iter__()>:\n    {T} = {T} + row",
-    "while {T}.real.abs().sum() > 20:\n    {T} = {T} * 0.25",
+    "while 20 < {T}.real.abs().sum() < 1e30:\n    {T} = {T} * 0.25",
     "{T} = {t} ** <{i}[0, 0].item()|{t}.real.mean().item()|{i}[0, 0]>",
     "{T} = torch.add({t}, {t}, alpha={i}[0, 0].item())",
     "{T} = {t}.roll({i}[0, 0].item(), 0)",
