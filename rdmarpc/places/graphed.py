@@ -28,7 +28,7 @@ from .capture import Brought, Capture, Crossed, Event, Fetched, Plain, Posted, R
 from .flags import flags_of_gpus, run_plain
 from .geometry import at_bytes, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
-from .tensor import RemoteTensor, address_of, wrapper
+from .tensor import RemoteTensor, address_of, is_parameter, wrapper
 from .worker import HEAD_BYTES
 
 _log = logging.getLogger("rdmarpc")
@@ -212,7 +212,8 @@ def graphed(step: Callable[..., Any], *, check: int = 0) -> Graphed:
 
 
 def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
-    """The form of arguments: how tensors lie, also over each other's memory, and constants."""
+    """The form of arguments: how tensors lie, also over each other's memory, which are parameters, by which places are
+    chosen, and constants."""
     found: list[Any] = []
     seen: dict[Any, tuple[int, int]] = {}
     for index, each in enumerate(leaves):
@@ -230,7 +231,8 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
         storage, offset = each._handle if remote else each.untyped_storage()._cdata, int(each.storage_offset())
         first, begin = seen.setdefault(storage, (index, offset))
         where = (each._handle.stream, each._meta, each._at == -1) if remote else (str(each.device), geometry(each))
-        found.append((where, first, offset - begin if first != index else 0))
+        parameter = each._handle.anchor if remote else is_parameter(each)
+        found.append((where, parameter, first, offset - begin if first != index else 0))
     return tuple(found)
 
 

@@ -85,6 +85,8 @@ class Operator:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.composite = has_kernel(self.name, "CompositeImplicitAutograd") and not has_kernel(self.name, "CPU")
         """Made of others: it comes here as itself only where autograd is out of the way (inference mode)."""
+        self.tracked = has_kernel(self.name, "ADInplaceOrView")
+        """Whether torch itself sees to the versions of what it writes, and makes its result a view, then too."""
         own = self.name.replace("::", "/")
         in_python = any(f"{own}/{key}" in torch.library._impls for key in ("CPU", "CompositeExplicitAutograd"))
         self.in_python = in_python and space != "rdmarpc"
@@ -144,8 +146,11 @@ class Operator:
 
     def raise_versions(self, args: tuple[Any, ...]) -> None:
         """Of what it has written, where its kernel would: not below autograd."""
-        if self.raises_versions:
-            torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+        if not self.raises_versions:
+            return
+        torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
+        if not torch.is_inference_mode_enabled() and any(each.is_inference() for each in args[0]):  # as in torch, it is written
+            raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
 
     def operands_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         found: list[Any] = []

@@ -504,6 +504,11 @@ def _remember(place: Stream | None) -> None:
         ran.setdefault(_running.first + _sequence(), place)
 
 
+def is_parameter(plain: torch.Tensor) -> bool:
+    """Or a view of one."""
+    return isinstance(plain, torch.nn.Parameter) or isinstance(plain._base, torch.nn.Parameter)
+
+
 def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream | None:
     if written:
         return place_of(written[0])
@@ -526,7 +531,7 @@ def _choose(tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Stream 
                 return each._handle.stream
             if latest is None or each._handle.name > latest._handle.name:
                 latest = each
-        elif isinstance(each, torch.nn.Parameter) or isinstance(each._base, torch.nn.Parameter):
+        elif is_parameter(each):
             return None
     assert latest is not None
     return latest._handle.stream
@@ -577,7 +582,8 @@ def _composite(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if any(each.is_nested for each in tensors):
         return _mixed(op, args, kwargs, tensors, here=True)
     key = torch._C.DispatchKey
-    exclude = torch._C._dispatch_tls_local_exclude_set().remove(key.ADInplaceOrView)
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    exclude = exclude if op.tracked else exclude.remove(key.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
         return op.func._op_dk(key.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -1029,8 +1035,6 @@ def _foreach_at(place: Stream | None, op: Operator, args: tuple[Any, ...], kwarg
     else:
         out = run_here(op, args, kwargs) if place is None else post(place, op, args, kwargs)
     op.raise_versions(args)
-    if op.raises_versions and not _inference() and any(each.is_inference() for each in args[0]):  # as in torch, it is written
-        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
     return out
 
 

@@ -26,6 +26,7 @@ import probes
 import replayed_programs
 import served_pairs
 import served_programs
+import tensor_programs
 import wrapped_programs
 from callers import Callers, Job
 
@@ -36,10 +37,11 @@ PROGRAMS: dict[str, Any] = {
     "paired": served_pairs,
     "replayed": replayed_programs,
     "served": served_programs,
+    "tensors": tensor_programs,
     "wrapped": wrapped_programs,
 }
 """Targets that have programs of their own."""
-CALLING = ("distributed", "mixed")
+CALLING = ("distributed", "mixed", "tensors")
 """Those whose programs call ``rdmarpc`` by themselves."""
 
 

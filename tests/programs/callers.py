@@ -76,6 +76,7 @@ TARGETS: dict[str, tuple[judge.Place, int]] = {
     "replayed": (wrap, 3),
     "distributed": (identity, 2),
     "collective": (identity, 2),
+    "tensors": (identity, 2),
 }
 """How a model is placed, and how many workers there are. Others are given as ``module:function:workers``."""
 

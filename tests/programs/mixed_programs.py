@@ -92,7 +92,8 @@ MODELS = [
     "{T} = copy.deepcopy(n0)({t})",
     "with tempfile.TemporaryDirectory() as folder:\n    rpc.save_checkpoint({'n': n0, 'o': optimizer}, folder)\n"
     "    {T} = n0({t})\n"
-    "    with torch.no_grad():\n        n0.one.weight.mul_(0.5)\n    rpc.load_checkpoint({'n': n0, 'o': optimizer}, folder)",
+    "    with torch.no_grad():\n        n0.one.weight.mul_(0.5)\n"
+    "    with torch.inference_mode(False):\n        rpc.load_checkpoint({'n': n0, 'o': optimizer}, folder)",
     f"closed(n0)\n{_APART}",
     "{T} = <torch.rand_like({t})|F.dropout({t}, 0.5)|torch.randn(D, D) + {t}|torch.randperm(D) * 1.0 + {t}>",
     "{T}.register_hook(lambda g: g * <2|0.5>)",

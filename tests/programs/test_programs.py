@@ -17,6 +17,7 @@ import pytest
 import replayed_programs
 import served_pairs
 import served_programs
+import tensor_programs
 import torch
 import wrapped_programs
 from torch import nn
@@ -72,6 +73,14 @@ def test_mixed_programs():
     recipes = {str(seed): mixed_programs.recipe(seed) for seed in range(12)}
     found = failures("mixed", {name: ("mixed", mixed_programs.source(made)) for name, made in recipes.items()}, set(recipes))
     assert not [text for text in found if ": rounded: " not in text]  # gradients of several messages come in any order
+
+
+def test_tensor_programs():
+    """Single tensors here and at two workers: views, dtypes, indices, random numbers, gradients. ``out=`` of another shape is
+    refused by name."""
+    recipes = {str(seed): tensor_programs.recipe(seed) for seed in range(16)}
+    jobs = {name: ("mixed", tensor_programs.source(made)) for name, made in recipes.items()}
+    assert not failures("tensors", jobs, set(recipes))
 
 
 SERVED_REFUSED = {"28"}

@@ -404,6 +404,45 @@ def test_arguments_of_every_kind(group):
     group.run(arguments)
 
 
+def parameters_among_arguments() -> None:
+    """An operation runs where the first parameter lies, so the same step with another kind of tensor is another one."""
+    held = torch.ones(3, 4).to(rpc.device("worker1"))
+    graph = rpc.graphed(lambda x: (held + 1, x * held)[1], check=3)
+    parameter = nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    there = nn.Parameter(torch.randn(3, 4), requires_grad=False).to(rpc.device("worker2"))
+    for x in (
+        torch.randn(3, 4),
+        parameter,
+        parameter[:],
+        torch.randn(3, 4).to(rpc.device("worker2")),
+        nn.Parameter(there, False),
+    ):
+        wanted = x * held
+        for _ in range(8):
+            found = graph(x)
+            assert getattr(found, "place", "here") == getattr(wanted, "place", "here")
+            assert torch.equal(home(found), home(wanted))
+    assert graph.replays >= 12, graph.why
+
+
+def test_parameters_among_arguments(group):
+    group.run(parameters_among_arguments)
+
+
+def writes_of_inference_tensors() -> None:
+    """An error of torch's, also where Python runs to be captured."""
+    with torch.inference_mode():
+        counts = [torch.zeros(()), torch.zeros(())]
+    graph = rpc.graphed(lambda x: (x * 2, torch._foreach_add_(counts, 1.0))[0])
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            graph(torch.ones(2).to(rpc.device("worker1")))
+
+
+def test_writes_of_inference_tensors(group):
+    group.run(writes_of_inference_tensors)
+
+
 def misaligned() -> None:
     """Slices that cross from worker to worker: a kernel adds up by their addresses."""
     torch.manual_seed(3)

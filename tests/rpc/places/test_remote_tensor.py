@@ -573,6 +573,9 @@ def contexts() -> None:
             yield y[1:].t()
             torch._foreach_mul_([y, x.detach()], 0.5)
             yield y
+            for parts in (x.chunk(2), x.split(2), [x.narrow(0, 1, 2), x.narrow(1, torch.tensor(1), 2)]):
+                yield from parts
+                yield [(part.is_inference(), part._base is x) for part in parts]
         view = y[1:]
         yield view.is_inference()
         for write in (lambda: view.add_(1), lambda: torch._foreach_add_([y], 1.0)):
