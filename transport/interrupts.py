@@ -152,15 +152,15 @@ def _around(frame: FrameType | None) -> contextlib.AbstractContextManager[None]:
 
 _STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_found = find_spec("filelock")
-_FILELOCK = os.path.join(os.path.dirname(_found.origin), "") if _found is not None and _found.origin else _TORCH
-"""Torch's locks of files: their audit hook runs in the midst of anything."""
+_FOUND = [found.origin for name in ("filelock", "llvmlite", "numba") if (found := find_spec(name)) is not None and found.origin]
+_OTHERS = tuple(os.path.join(os.path.dirname(origin), "") for origin in _FOUND)
+"""Torch's locks of files, whose audit hook runs in the midst of anything; what loads and compiles kernels, under a lock."""
 
 
 def _of_library(file: str) -> bool:
-    """Whether code lies in Python's own library, or in torch and its locks: this package calls it, and it may call this
+    """Whether code lies in Python's own library, in torch or in ``_OTHERS``: this package calls it, and it may call this
     package."""
-    return file.startswith((_TORCH, _FILELOCK, "<")) or (file.startswith(_STDLIB) and "-packages" not in file)
+    return file.startswith((_TORCH, *_OTHERS, "<")) or (file.startswith(_STDLIB) and "-packages" not in file)
 
 
 def protect() -> None:

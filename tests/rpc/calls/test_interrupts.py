@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import filelock
+import llvmlite
+import numba
 import pytest
 import torch
 from called import held, identity, let_go
@@ -283,9 +285,10 @@ def sampled(rank):
     rpc.shutdown()
 
 
-@pytest.mark.parametrize("of, works", [(filelock, True), (torch, True), (pytest, False)])
+@pytest.mark.parametrize("of, works", [(filelock, True), (torch, True), (llvmlite, True), (numba, True), (pytest, False)])
 def test_what_is_called_in_the_midst_of_work(of, works):
-    """A handler waits while an audit hook of filelock runs, as in torch; what else this package calls is the user's."""
+    """A handler waits while an audit hook of filelock runs, as in torch, and while a kernel is loaded or compiled, under a lock
+    that the thread that reads the answers may need. What else this package calls is the user's."""
     seen = []
     look = {"__name__": f"{of.__name__}.hooks", "look": lambda: seen.append(kept_handlers._at_work(sys._getframe(1)))}
     exec(compile("def hook(): look()", str(Path(of.__file__).parent / "hooks.py"), "exec"), look)
