@@ -596,6 +596,29 @@ def contexts() -> None:
     both(program)
 
 
+def autocast_in_kernels() -> None:
+    """Kernels below autograd call operators that autocast changes (``flags._CALLING``)."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x, y = move(torch.randn(4, 4)), move(torch.randn(30, 4))
+        s = x.to_sparse()
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                yield torch.sparse.mm(s, x)
+                yield torch.sparse.addmm(x, s, x)
+                yield torch.addmm(x, s, x)
+                yield s @ x
+                yield s @ x[0]
+                yield torch.mv(x, x[0])
+                yield torch.cdist(y, y)
+                yield torch.ops.aten._euclidean_dist(y, y)
+                yield torch.linalg.pinv(x)
+                yield nn.functional.bilinear(x, x, x[None], x[0, :1])
+            yield torch.sparse.mm(s, x)
+
+    both(program)
+
+
 def dropped() -> None:
     """The argument of a call may be dropped at once, also where the callee reads it much later."""
     x = torch.randn(200, 200)
@@ -999,7 +1022,7 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
+    autocast_in_kernels, dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
     collectives, no_memory, graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
 
