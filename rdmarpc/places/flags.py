@@ -101,7 +101,7 @@ def at_precisions(func: Callable[..., Any], told: tuple[str, str]) -> Callable[.
 
 _CALLING = (
     *("_trilinear", "_cdist_forward", "_euclidean_dist", "_transformer_encoder_layer_fwd", "_sparse_addmm"),
-    *("mv", "linalg_pinv.atol_rtol_tensor"),
+    *("mv", "linalg_pinv.atol_rtol_tensor", "_foreach_mm"),
 )
 
 
