@@ -621,10 +621,11 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         found = copies.get(id(tensor))
         if found is None:
-            found = copies[id(tensor)] = at_place(tensor, place)
-        if found is not tensor and id(tensor) in changes:
-            found = _cloned_here(found) if place is None else found.clone()
-            back.append((tensor, found))
+            found = at_place(tensor, place)
+            if found is not tensor and id(tensor) in changes:
+                found = _cloned_here(found) if place is None else found.clone()
+                back.append((tensor, found))
+            copies[id(tensor)] = found
         return found
 
     try:

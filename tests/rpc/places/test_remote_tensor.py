@@ -644,6 +644,12 @@ def one_object() -> None:
                 gaps, overlaps = flat.view(8, 10)[1::2, 4:], flat[2:8].expand(4, 6)
                 for x in (gaps, overlaps, flat.as_strided((4, 6), (1, 5), 40), flat[24:48].view(6, 4).t()):
                     yield from _written(write, x, x if one else x[:])
+        x, y = move(torch.rand(4)), move(torch.rand(4))  # written twice, where it does not lie
+        torch._foreach_addcdiv_([y, x, x], [x, y, x], [torch.ones(4), torch.ones(4), x], [1.0, 2.0, 3.0])
+        yield from (x, y)
+        plain = torch.zeros(4)
+        torch._foreach_addcdiv_([plain, x, x], [x, plain, x], [y, y, x], [1.0, 2.0, 3.0])
+        yield x
 
     both(program)
 
