@@ -99,7 +99,10 @@ def at_precisions(func: Callable[..., Any], told: tuple[str, str]) -> Callable[.
 
 # -- autocast inside of kernels
 
-_CALLING = ("_trilinear", "_cdist_forward", "_transformer_encoder_layer_fwd")
+_CALLING = (
+    *("_trilinear", "_cdist_forward", "_euclidean_dist", "_transformer_encoder_layer_fwd", "_sparse_addmm"),
+    *("mv", "linalg_pinv.atol_rtol_tensor", "_foreach_mm"),
+)
 
 
 class _Inside(threading.local):
@@ -129,4 +132,6 @@ def _kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 for _name in _CALLING:
-    _library.impl(_name, functools.partial(_kernel, getattr(torch.ops.aten, _name).default), "AutocastCPU", with_keyset=True)
+    _packet, _, _overload = _name.partition(".")
+    _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
+    _library.impl(_name, functools.partial(_kernel, _op), "AutocastCPU", with_keyset=True)

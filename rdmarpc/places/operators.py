@@ -59,7 +59,7 @@ REFUSED = {
 }
 """Operators that are refused, and why."""
 _IDENTITY = ("_native_multi_head_attention",)
-"""Operators that compute otherwise where operands are one object."""
+"""Operators that read only, and compute otherwise where operands are one object."""
 _NUMBERS = ("number", "float", "Tensor", "List[number]", "List[float]")
 
 
@@ -114,7 +114,9 @@ class Operator:
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
-        self.identity = bare in _IDENTITY
+        self.identity = bare in _IDENTITY or (self.mutable and _TAGS.pointwise not in tags and not self.foreach)
+        """Whether it asks if operands are one object: nothing else tells it, of memory with gaps, that it reads what it writes.
+        Pointwise ones do not care."""
         self.precise = "conv" in bare or "rnn" in bare
         """Whether it asks for precisions of its own (``flags.precisions``)."""
         placing = any(argument.name == "device" for argument in arguments)

@@ -373,10 +373,10 @@ class Stream:
         self.post([ring.FORGET])
         self.known.clear()
 
-    def tell_signature(self, op: Operator, takes: list[Any], keywords: Iterable[str]) -> int:
-        """``keywords``: the names of the last of ``takes``."""
+    def tell_signature(self, op: Operator, takes: list[Any], keywords: Iterable[str], one: bool) -> int:
+        """``keywords``: the names of the last of ``takes``; ``one``: whether operands are one object."""
         number = next(self.numbers)
-        told = op.name, takes, list(keywords), torch.is_grad_enabled(), precisions() if op.precise else None
+        told = op.name, takes, list(keywords), torch.is_grad_enabled(), one, precisions() if op.precise else None
         self.post([ring.SIGNATURE, number, *ring.as_words(dump(told))])
         return number
 

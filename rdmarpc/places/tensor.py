@@ -188,7 +188,8 @@ class RemoteTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same memory, apart from autograd and with a version of its own."""
-        return wrapper(self._handle, self._meta, self._offset, self._at)
+        with torch.inference_mode(self.is_inference()):
+            return wrapper(self._handle, self._meta, self._offset, self._at)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -620,10 +621,11 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         found = copies.get(id(tensor))
         if found is None:
-            found = copies[id(tensor)] = at_place(tensor, place)
-        if found is not tensor and id(tensor) in changes:
-            found = _cloned_here(found) if place is None else found.clone()
-            back.append((tensor, found))
+            found = at_place(tensor, place)
+            if found is not tensor and id(tensor) in changes:
+                found = _cloned_here(found) if place is None else found.clone()
+                back.append((tensor, found))
+            copies[id(tensor)] = found
         return found
 
     try:
@@ -634,8 +636,14 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
     out = run_here(op, *there) if place is None else post(place, op, *there)
     with torch.no_grad():
         for original, changed in back:
-            original.copy_(changed)
+            _copy_back(op, original, changed)
     return _originals(op, out, args, kwargs)
+
+
+def _copy_back(op: Operator, original: torch.Tensor, changed: torch.Tensor) -> None:
+    if original.shape != changed.shape:
+        raise NotSupported(f"{op.name}: {RESIZED}")
+    original.copy_(changed)
 
 
 def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -707,6 +715,8 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
 def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: Any) -> tuple[list[Any], list[int], Any]:
     """The form of a call; the words of a post of it, of which three are not known yet; the place of its tensors (``_scan``)."""
     form: list[Any] = [op, precisions()] if op.precise else [op]
+    if op.identity:
+        form.append(_one_object(args, kwargs))
     words: list[int] = [0, 0, 0]
     for value, number in zip(args, op.numbers):
         if type(value) is RemoteTensor:  # as ``_scan``, for most operands without that call
@@ -724,6 +734,12 @@ def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: An
         if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
             return form, words, place
     return form, words, place
+
+
+def _one_object(args: Any, kwargs: Any) -> bool:
+    """Whether two operands are one object."""
+    tensors = _tensors((args, kwargs))
+    return len(set(map(id, tensors))) < len(tensors)
 
 
 def known_form(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Known | None, list[int]]:
@@ -837,7 +853,8 @@ def _ask(
             return _mixed(op, args, kwargs, tensors, here=True)
         if len(place.known) >= _FORMS:
             place.forget_forms()
-        known = Known(place.tell_signature(op, takes, kwargs), _ASKED, list(kinds(takes)))
+        one = op.identity and _one_object(args, kwargs)
+        known = Known(place.tell_signature(op, takes, kwargs, one), _ASKED, list(kinds(takes)))
     base = next(names) << 20
     known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
     place.known[form] = known
@@ -846,7 +863,7 @@ def _ask(
     if any(kind == "v" for kind, *_ in described):
         values = [decode(value) for _, value in described]
         return values[0] if known.single else values
-    known.results = _recipes(op, tensors, described)
+    known.results = _recipes(op, tensors, described, args, kwargs)
     if is_new:
         known.kind = _kind(op, known, tensors, args, kwargs)
     return _results(place, known, base, args, kwargs)
@@ -863,7 +880,7 @@ def _stays_here(place: Stream, op: Operator, described: list[Any], tensors: list
     return _mixed(op, args, kwargs, tensors, here=True)
 
 
-def _recipes(op: Operator, tensors: list[Any], described: list[Any]) -> list[Any]:
+def _recipes(op: Operator, tensors: list[Any], described: list[Any], args: Any, kwargs: Any) -> list[Any]:
     """How each result is made: ("new", bytes, geometry, offset), or over the memory of an operand or of an earlier result
     ("operand" or "result", which one, geometry, offset); ``None`` for none."""
     operands = {t._handle.name: i for i, t in reversed(list(enumerate(tensors)))}
@@ -876,10 +893,11 @@ def _recipes(op: Operator, tensors: list[Any], described: list[Any]) -> list[Any
         _, plain, offset, name, nbytes = told
         meta = meta_of(Geometry.of_plain(plain))
         if name in operands:
-            operand = tensors[operands[name]]
-            if op.mutable and op.returned[index] is not None and meta.geometry != operand._meta.geometry:
-                raise NotSupported(f"{op.name}: {RESIZED}")
-            found.append(("operand", operands[name], meta, offset - operand._offset))
+            if op.mutable and (where := op.returned[index]) is not None:
+                operand = op.argument(where, args, kwargs)
+                if meta.geometry != operand._meta.geometry:
+                    raise NotSupported(f"{op.name}: {RESIZED}")
+            found.append(("operand", operands[name], meta, offset - tensors[operands[name]]._offset))
         elif name in made:
             found.append(("result", made[name], meta, offset))
         else:
@@ -956,7 +974,7 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if len(_views) >= _FORMS:
                 _views.clear()
             known = _views[form] = _new_view(op, args, kwargs)
-    if _inference() != base.is_inference():
+    if _inference() != base.is_inference() and op.func is not aten.view.dtype:
         with torch.inference_mode(base.is_inference()):  # as what it is a view of
             return _viewed(base, known)
     return _viewed(base, known)
@@ -1044,16 +1062,15 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = op.operands_written(args, kwargs)
     place = _choose(tensors, written)
     _remember(place)
-    fills = op.fills
 
     def here(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not RemoteTensor:
             return tensor
-        if fills and any(tensor is each for each in written):
-            like = list(tensor.shape), list(tensor.stride())
-            return run_here(operator(aten.empty_strided.default), like, {"dtype": tensor.dtype})
-        found = at_place(tensor, None)
-        return _cloned_here(found) if any(tensor is each for each in written) else found
+        if not any(tensor is each for each in written):
+            return at_place(tensor, None)
+        like = list(tensor.shape), list(tensor.stride())  # by which kernels choose the order of what they draw
+        made = run_here(operator(aten.empty_strided.default), like, {"dtype": tensor.dtype})
+        return made if op.fills else run_here(operator(aten.copy_.default), (made, at_place(tensor, None)), {})
 
     with torch.no_grad():
         home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
@@ -1061,7 +1078,7 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if written:
             for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
                 if original is not filled:
-                    aten.copy_.default(original, at_place(filled, place_of(original)))
+                    _copy_back(op, original, filled)
             return _originals(op, out, args, kwargs)
         return tree_map_only(torch.Tensor, lambda each: at_place(each, place), out)
 

@@ -66,13 +66,13 @@ class Signature:
     the last ones also their ``keywords``; ``names``: which words are names.
     ``expected``: of each result (geometry, offset, whether it has a name of its own), as it came out the first time; ``None``
     for no tensor, and for an operator that was not asked yet. ``grad``: the caller's grad mode, which some kernels ask for.
-    ``writes``: whether it writes an operand. ``identity``: whether operands that are one tensor have to be one object (``out=``
-    may be one). ``in_arena``: whether its result is made where an adapter can send it from."""
+    ``writes``: whether it writes an operand. ``identity``: whether operands are one object, for an operator that asks.
+    ``in_arena``: whether its result is made where an adapter can send it from."""
 
     __slots__ = ("expected", "func", "grad", "identity", "in_arena", "keywords", "name", "names", "takes", "writes")
 
     def __init__(self, told: tuple[Any, ...], device: torch.device, default: torch.dtype) -> None:
-        self.name, takes, self.keywords, self.grad, precisions = told
+        self.name, takes, self.keywords, self.grad, self.identity, precisions = told
         overload = _overload(self.name)
         rules = operator(overload)
         self.func, self.writes = at_device(overload, device), bool(rules.written)
@@ -85,7 +85,6 @@ class Signature:
             if kind == "w":
                 self.names.append(words)
             words += 2 if kind == "w" else 1
-        self.identity = rules.identity or any(kind == "w" for kind, _ in self.takes[len(takes) - len(self.keywords) :])
         self.expected: list[tuple[Geometry, int, bool] | None] | None = None
         self.in_arena = self.func is not func  # as if it were: a form with ``out=`` would run under another default dtype
 
@@ -464,7 +463,7 @@ class Runner:
                 found, at = self._argument(kind, value, words, at)
                 arguments.append(found)
         if signature.identity:
-            arguments = [_first_same(arguments, each) for each in arguments]
+            arguments = _once(arguments, [])
         if signature.keywords:
             positional = len(arguments) - len(signature.keywords)
             return signature.func(*arguments[:positional], **dict(zip(signature.keywords, arguments[positional:])))
@@ -733,12 +732,17 @@ def kinds(arguments: Iterable[tuple[str, Any]]) -> Iterator[str]:
             yield kind
 
 
-def _first_same(arguments: list[Any], value: Any) -> Any:
-    """The first of the arguments that is the same tensor, if there is one."""
+def _once(value: Any, seen: list[torch.Tensor]) -> Any:
+    """An argument, or a list of them, with the first tensor that was ``seen`` in place of each that is the same."""
+    if type(value) is list:
+        return [_once(each, seen) for each in value]
     if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.data_ptr():
         return value
-    alike = (each for each in arguments if type(each) is torch.Tensor and each.layout is torch.strided)
-    return next((each for each in alike if each.data_ptr() == value.data_ptr() and geometry(each) == geometry(value)), value)
+    for each in seen:
+        if each.data_ptr() == value.data_ptr() and geometry(each) == geometry(value):
+            return each
+    seen.append(value)
+    return value
 
 
 class Derived(RdmaError):

@@ -596,6 +596,122 @@ def contexts() -> None:
     both(program)
 
 
+def autocast_in_kernels() -> None:
+    """Kernels below autograd call operators that autocast changes (``flags._CALLING``)."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x, y = move(torch.randn(4, 4)), move(torch.randn(30, 4))
+        s = x.to_sparse()
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                yield torch.sparse.mm(s, x)
+                yield torch.sparse.addmm(x, s, x)
+                yield torch.addmm(x, s, x)
+                yield s @ x
+                yield s @ x[0]
+                yield torch.mv(x, x[0])
+                yield torch.cdist(y, y)
+                yield torch.ops.aten._euclidean_dist(y, y)
+                yield torch.linalg.pinv(x)
+                yield torch.ops.aten._foreach_mm([x], [x])[0]
+                yield nn.functional.bilinear(x, x, x[None], x[0, :1])
+            yield torch.sparse.mm(s, x)
+
+    both(program)
+
+
+def one_object() -> None:
+    """Kernels ask whether what they read is what they write: of memory with gaps or overlaps by the object alone."""
+    i, places_of = torch.arange(4), torch.arange(24).view(4, 6)
+    writes: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+        lambda x, y: x.index_put_((i,), y, accumulate=True),
+        lambda x, y: x.index_add_(0, i, y),
+        lambda x, y: x.index_copy_(0, i, y),
+        lambda x, y: x.scatter_(0, places_of * 0, y),
+        lambda x, y: x.put_(places_of, y),
+        lambda x, y: x.copy_(y),
+        lambda x, y: x.add_(y),
+        lambda x, y: torch.index_select(x, 0, i, out=y),
+        lambda x, y: torch.take(x, places_of, out=y),
+        lambda x, y: torch.cat([x], out=y),
+        lambda x, y: torch.cat([x[:2], x[2:]], out=y),
+    )
+
+    def program(move: Any) -> Iterator[Any]:
+        for write in writes:
+            for one in (True, False):
+                flat = move(torch.randn(80))
+                gaps, overlaps = flat.view(8, 10)[1::2, 4:], flat[2:8].expand(4, 6)
+                for x in (gaps, overlaps, flat.as_strided((4, 6), (1, 5), 40), flat[24:48].view(6, 4).t()):
+                    yield from _written(write, x, x if one else x[:])
+        x, y = move(torch.rand(4)), move(torch.rand(4))  # written twice, where it does not lie
+        torch._foreach_addcdiv_([y, x, x], [x, y, x], [torch.ones(4), torch.ones(4), x], [1.0, 2.0, 3.0])
+        yield from (x, y)
+        plain = torch.zeros(4)
+        torch._foreach_addcdiv_([plain, x, x], [x, plain, x], [y, y, x], [1.0, 2.0, 3.0])
+        yield x
+
+    both(program)
+
+
+def _written(write: Any, x: torch.Tensor, y: torch.Tensor) -> Iterator[Any]:
+    try:
+        write(x, y)
+        yield x
+    except RuntimeError as error:
+        yield str(error)[:60]
+
+
+def drawn_where_it_lies() -> None:
+    """The strides of what is drawn give the order of the numbers."""
+
+    def program(move: Any) -> Iterator[Any]:
+        mean, std = move(torch.randn(4, 6)), move(torch.rand(4, 6))
+        for write in (
+            lambda out: torch.normal(mean, std, out=out),
+            lambda out: torch.normal(mean, 2.0, out=out),
+            lambda out: torch.normal(0.5, std, out=out),
+            lambda out: torch.bernoulli(std, out=out),
+            lambda out: out.bernoulli_(std),
+            lambda out: out.normal_(),
+            lambda out: torch.nn.functional.rrelu_(out, training=True),
+        ):
+            for lies in ((8, 9), (9, 8)):
+                out = move(torch.randn(lies))
+                out = out[1::2, 3:] if lies == (8, 9) else out[3:, 1::2].t()
+                write(out)
+                yield out
+
+    both(program)
+
+
+def resized() -> None:
+    """``out=`` of another shape."""
+    x, y, out = there(torch.eye(4)), there(torch.rand(4, 6)), there(torch.zeros(0))
+    refused(lambda: torch.normal(y, y, out=out), "resized")
+    refused(lambda: torch.bernoulli(y, out=out), "resized")
+    refused(lambda: torch.linalg.svdvals(y, out=out), "resized")
+    refused(lambda: torch.linalg.solve(x, y, out=torch.zeros(4, 6)), "resized")
+    refused(lambda: torch.topk(home(y), 2, out=(y[:, 0], torch.zeros(4, dtype=torch.long))), "resized")
+
+
+def inference() -> None:
+    """What is an inference tensor."""
+
+    def program(move: Any) -> Iterator[Any]:
+        def seen(x: torch.Tensor) -> list[bool]:
+            return [each.is_inference() for each in (x.data, x.view(torch.int32), x.detach(), x[1:], x.view(2, 2), x + 1)]
+
+        x = move(torch.ones(4))
+        with torch.inference_mode():
+            y = move(torch.ones(4))
+            yield seen(x)
+            yield seen(y)
+        yield seen(y)
+
+    both(program)
+
+
 def dropped() -> None:
     """The argument of a call may be dropped at once, also where the callee reads it much later."""
     x = torch.randn(200, 200)
@@ -999,8 +1115,9 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught,
-    collectives, no_memory, graph_is_plain, written_while_it_is_copied,
+    autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
+    kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
+    graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
 
 
