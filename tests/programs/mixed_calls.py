@@ -373,7 +373,9 @@ class _Reference(_Future):
     def _on(self, value: torch.Tensor, gradient: torch.Tensor) -> None:
         """A backward pass without a context goes on at the owner when it is over here."""
         if self._alone.here.context is None:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: value.backward(gradient))
+            retain = torch._C._autograd._get_current_graph_task_keep_graph()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: value.backward(gradient, retain_graph=retain))
 
     def _proxy(self, call: Callable[..., Any]) -> Any:
         reference = self
