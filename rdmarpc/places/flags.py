@@ -100,9 +100,16 @@ def at_precisions(func: Callable[..., Any], told: tuple[str, str]) -> Callable[.
 # -- autocast inside of kernels
 
 _CALLING = (
-    *("_trilinear", "_cdist_forward", "_euclidean_dist", "_transformer_encoder_layer_fwd", "_sparse_addmm"),
-    *("mv", "linalg_pinv.atol_rtol_tensor", "_foreach_mm"),
+    "_cdist_forward",
+    "_euclidean_dist",
+    "_foreach_mm",
+    "_sparse_addmm",
+    "_transformer_encoder_layer_fwd",
+    "_trilinear",
+    "linalg_pinv.atol_rtol_tensor",
+    "mv",
 )
+"""Operators whose kernels call others that autocast changes."""
 
 
 class _Inside(threading.local):
@@ -133,5 +140,6 @@ def _kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
 
 for _name in _CALLING:
     _packet, _, _overload = _name.partition(".")
-    _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
-    _library.impl(_name, functools.partial(_kernel, _op), "AutocastCPU", with_keyset=True)
+    if hasattr(torch.ops.aten, _packet):  # not every torch has all
+        _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
+        _library.impl(_name, functools.partial(_kernel, _op), "AutocastCPU", with_keyset=True)
