@@ -613,7 +613,8 @@ def autocast_in_kernels() -> None:
                 yield torch.cdist(y, y)
                 yield torch.ops.aten._euclidean_dist(y, y)
                 yield torch.linalg.pinv(x)
-                yield torch.ops.aten._foreach_mm([x], [x])[0]
+                if hasattr(torch.ops.aten, "_foreach_mm"):  # torch 2.13 has it
+                    yield torch.ops.aten._foreach_mm([x], [x])[0]
                 yield nn.functional.bilinear(x, x, x[None], x[0, :1])
             yield torch.sparse.mm(s, x)
 
