@@ -36,6 +36,8 @@ from rdmarpc.transport.words import symbols
 
 RELEASE, PLAIN, STREAM = range(3)
 _HALF, _SECOND_NS = 0xFFFFFFFF, 1_000_000_000
+LONG = 1 << 60
+"""Nanoseconds: a wait that is not over before it is woken."""
 Thread = Generator[tuple[Any, ...], Any, Any]
 
 
@@ -90,6 +92,10 @@ def _copy(target: int, source: int, nbytes: int, how: int = PLAIN) -> Thread:
 
 def _stream(target: int, source: int) -> Thread:
     yield from _copy(target, source, 8, STREAM)
+
+
+def no_fence() -> None:
+    """In place of ``fence``, for a case that needs it."""
 
 
 def _unknown(*operands: int) -> Thread:
@@ -332,7 +338,7 @@ class Explorer:
     def __init__(self, words: Words, threads: dict[str, FunctionType], **constants: Any) -> None:
         """``threads``: by name, functions as kernels are, that may call kernels. ``constants``: globals that they all have
         instead of their own (a time to spin, say)."""
-        translation = Translation({"STREAM_BYTES": 8, "STREAM_ALIGN": 8, **constants})
+        translation = Translation({"STREAM_BYTES": 8, "STREAM_ALIGN": 8, "_PAUSES": 1, **constants})
         self._words, self._names, self._programs = words, list(threads), [translation(each) for each in threads.values()]
         self._places = {address: at for at, address in enumerate(a for a, kind in words.kinds.items() if kind == "shared")}
         self._addresses = list(self._places)

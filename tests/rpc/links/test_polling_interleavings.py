@@ -4,7 +4,7 @@ and no thread sleeps while there is one that nobody reads. The threads do what `
 from __future__ import annotations
 
 import pytest
-from interleavings import Explorer, Violation, Words
+from interleavings import LONG, Explorer, Violation, Words, no_fence
 
 from rdmarpc.links.polling.steps import (
     HOLDING,
@@ -24,8 +24,6 @@ from rdmarpc.transport.words.atomics import compare_exchange, fetch_add, futex_w
 from rdmarpc.transport.words.kernels import CHANGED, store, wait_any
 from rdmarpc.transport.words.signals import signal
 
-LONG = 1 << 60
-
 
 class Role:
     """The words of a role, of one row, and what the threads of a case have in common."""
@@ -41,8 +39,7 @@ class Role:
         self.record = words.shared(0, 1 << 32)
         self.table = words.shared(0, 0, self.record, 0) + 16
         words.mark_own(self.table - 16)
-        words.kinds[self.table] = words.kinds[self.table - 8] = "constant"
-        words.kinds[self.table - 8] = "shared"
+        words.kinds[self.table] = "constant"
         self.budget = words.own(0)
         self.messages = messages
 
@@ -142,7 +139,7 @@ def explored(messages, *others, **constants):
     """A sender, and threads that read. (Of two messages there are some 300,000 states: that took a minute, and held.)"""
     role = Role(messages)
     threads = {"sender": role.sender(), **{f"{of} {number}": getattr(role, of)(number) for number, of in enumerate(others, 1)}}
-    return Explorer(role.words, threads, _PAUSES=1, **constants).run(all_are_read(role))
+    return Explorer(role.words, threads, **constants).run(all_are_read(role))
 
 
 @pytest.mark.parametrize("others", [("pool_thread", "pool_thread"), ("pool_thread", "waiter"), ("waiter", "waiter")])
@@ -183,57 +180,9 @@ def test_the_watchdog_hears_of_a_function_and_of_jobs():
     watched().run()
 
 
-def lingered():
-    """A thread takes the role as it leaves for a while, and stays away as a message comes."""
-    role = Role(1)
-    words, token, bell, got, record, bells = role.words, role.token, role.bell, role.got, role.record, role.bells
-    read = role.pool_thread(2)
-    runs, asleep, backlog = words.shared(0), words.shared(0), words.shared(0)
-
-    def away():
-        linger(token, 8 + RUNNING, bell, runs, asleep)
-        signal(record, bells)
-
-    def other():
-        read()
-        leave_to_watchdog(backlog, asleep)
-
-    def watchdog():
-        while load_acquire(got) < 1:
-            watch(token, runs, asleep, backlog, bell, 1, 1)
-
-    return role, Explorer(words, {"away": away, "other": other, "watchdog": watchdog}, _PAUSES=1)
-
-
-def test_a_message_is_read_while_a_thread_lingers_and_stays_away():
-    role, explorer = lingered()
-    explorer.run(all_are_read(role))
-
-
-def no_fence():
-    pass
-
-
-def test_without_a_fence_that_is_found():
-    with pytest.raises(Violation, match="none goes on: watchdog"):
-        watched(fence=no_fence).run()
-
-
-def blocked():
-    """A thread of the pool runs a function that waits for what a message brings which nobody has read."""
-    role, running = Role(1), 8 + RUNNING
-    words, token, bell, table, got = role.words, role.token, role.bell, role.table, role.got
-    read, woken = role.pool_thread(2), words.shared(0)
-    runs, asleep, backlog = words.shared(0), words.shared(0), words.shared(0)
-    words.values |= {token: running, bell + 8: 0, role.record: 1}
-
-    def function():
-        show(runs, asleep)
-        while load_acquire(woken) == 0:
-            futex_wait(woken, 0, LONG)
-        if compare_exchange(token, running, 8 + HOLDING) == 1:
-            store(token, 8)
-            let_go(token, 8, bell, table, 1)
+def beside_a_watchdog(role, busy, runs, asleep, woken):
+    """A thread that is ``busy`` with the role, another one of the pool, and the watchdog, until the message has been read."""
+    token, bell, got, read, backlog = role.token, role.bell, role.got, role.pool_thread(2), role.words.shared(0)
 
     def other():
         read()
@@ -244,9 +193,39 @@ def blocked():
         while load_acquire(got) < 1:
             watch(token, runs, asleep, backlog, bell, 1, 1)
 
-    return role, Explorer(words, {"function": function, "other": other, "watchdog": watchdog}, _PAUSES=1)
+    return Explorer(role.words, {"busy": busy, "other": other, "watchdog": watchdog}).run(all_are_read(role))
+
+
+def test_a_message_is_read_while_a_thread_lingers_and_stays_away():
+    role = Role(1)
+    token, bell, record, bells = role.token, role.bell, role.record, role.bells
+    runs, asleep, woken = (role.words.shared(0) for _ in range(3))
+
+    def away():
+        linger(token, 8 + RUNNING, bell, runs, asleep)
+        signal(record, bells)
+
+    beside_a_watchdog(role, away, runs, asleep, woken)
+
+
+def test_without_a_fence_that_is_found():
+    with pytest.raises(Violation, match="none goes on: watchdog"):
+        watched(fence=no_fence).run()
 
 
 def test_the_watchdog_takes_the_role_from_a_function_that_blocks():
-    role, explorer = blocked()
-    explorer.run(all_are_read(role))
+    """A thread of the pool runs a function that waits for what a message brings which nobody has read."""
+    role, running = Role(1), 8 + RUNNING
+    token, bell, table = role.token, role.bell, role.table
+    runs, asleep, woken = (role.words.shared(0) for _ in range(3))
+    role.words.values |= {token: running, bell + 8: 0, role.record: 1}
+
+    def function():
+        show(runs, asleep)
+        while load_acquire(woken) == 0:
+            futex_wait(woken, 0, LONG)
+        if compare_exchange(token, running, 8 + HOLDING) == 1:
+            store(token, 8)
+            let_go(token, 8, bell, table, 1)
+
+    beside_a_watchdog(role, function, runs, asleep, woken)

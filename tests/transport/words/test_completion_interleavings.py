@@ -5,7 +5,7 @@ queue was armed, and for nothing that came before: the least that InfiniBand pro
 from __future__ import annotations
 
 import pytest
-from interleavings import Explorer, Violation, Words
+from interleavings import LONG, Explorer, Violation, Words, no_fence
 
 from rdmarpc.transport.words import completions as of
 from rdmarpc.transport.words import layout
@@ -13,7 +13,6 @@ from rdmarpc.transport.words.atomics import compare_exchange, fetch_add, futex_w
 from rdmarpc.transport.words.completions import end_lane, serve
 from rdmarpc.transport.words.kernels import OK, wait_count
 
-LONG = 1 << 60
 POLL, NOTIFY, GET_EVENT, ACKNOWLEDGE = range(1, 5)
 READABLE = 1 << 48
 
@@ -88,7 +87,7 @@ def completed(opcode, **constants):
         futex_wake(events)
 
     own = {"call": call, "_poll_fds": poll_fds, "u32": u32, "be32": be32, **constants}
-    return Explorer(words, {"adapter": adapter, "device": device, "waiter": waiter}, _PAUSES=1, **own)
+    return Explorer(words, {"adapter": adapter, "device": device, "waiter": waiter}, **own)
 
 
 @pytest.mark.parametrize("opcode", [layout.WC_RECV, 0])
@@ -109,15 +108,11 @@ def ended(**constants):
         while wait_count(record, 1, budget, LONG, 0) != OK:
             pass
 
-    return Explorer(words, {"end": end, "waiter": waiter}, _PAUSES=1, **constants)
+    return Explorer(words, {"end": end, "waiter": waiter}, **constants)
 
 
 def test_no_thread_sleeps_on_a_lane_that_has_ended():
     ended().run()
-
-
-def no_fence():
-    pass
 
 
 def test_without_a_fence_that_is_found():

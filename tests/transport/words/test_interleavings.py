@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from interleavings import Explorer, Violation, Words
+from interleavings import LONG, Explorer, Violation, Words, no_fence
 
 from rdmarpc.transport.words.atomics import fence, fetch_add, load_acquire, memcpy, store_release, stream
 from rdmarpc.transport.words.kernels import OK, copy_past_caches, post, quiesce, store, wait_any, wait_count
 from rdmarpc.transport.words.signals import signal
-
-LONG = 1 << 60
 
 
 def outcomes(one, other, words):
@@ -79,10 +77,6 @@ def test_the_order_is_that_of_the_litmus_tests():
     assert {seen for _, seen in outcomes(streamed, reader, words)} == {0, 1, 2, 3}
 
 
-def no_fence():
-    pass
-
-
 def notified(senders, times, **constants):
     """Senders that write and count, a receiver that sleeps until all has come."""
     words, total = Words(), senders * times
@@ -105,7 +99,7 @@ def notified(senders, times, **constants):
         return sender
 
     threads = {f"sender {number}": sender_to(target) for number, target in enumerate(data)}
-    return Explorer(words, {"receiver": receiver, **threads}, _PAUSES=1, **constants)
+    return Explorer(words, {"receiver": receiver, **threads}, **constants)
 
 
 @pytest.mark.parametrize(("senders", "times"), [(1, 1), (1, 3), (2, 1), (2, 2)])
@@ -137,7 +131,7 @@ def belled(times, **constants):
 
         return sender
 
-    return Explorer(words, {"receiver": receiver, "one": sender_to(one), "other": sender_to(other)}, _PAUSES=1, **constants)
+    return Explorer(words, {"receiver": receiver, "one": sender_to(one), "other": sender_to(other)}, **constants)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -174,7 +168,7 @@ def aborted(posts, by, **constants):
         assert word(target) == 7, "a copy came after the end"
         assert made == counted == word(record)
 
-    return Explorer(words, {"sender": sender, "end": end}, _PAUSES=1, **constants), check
+    return Explorer(words, {"sender": sender, "end": end}, **constants), check
 
 
 @pytest.mark.parametrize("by", ["the receiver", "the sender"])
@@ -197,7 +191,7 @@ def streamed(**constants):
         assert load_acquire(target) == 1, "the data is not here"
         assert load_acquire(target + 8) == 2, "the data is not here"
 
-    return Explorer(words, {"sender": sender, "receiver": receiver}, _PAUSES=1, **constants)
+    return Explorer(words, {"sender": sender, "receiver": receiver}, **constants)
 
 
 def test_copies_past_the_caches_are_seen_before_their_count():
