@@ -607,6 +607,18 @@ def _collect(value: Any, found: list[Any]) -> None:
             _collect(each, found)
 
 
+def _mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """An operator's arguments with their tensors replaced, as ``_collect`` finds them. Ten times as fast as pytree."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_mapped(each, function) for each in value])
+    if kind is dict:
+        return {name: _mapped(each, function) for name, each in value.items()}
+    return value
+
+
 def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], here: bool = False) -> Any:
     """Operands lie at several places: choose one (``here``: this process), and copy the others there. What the operator writes
     elsewhere is copied back."""
@@ -630,7 +642,7 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
 
     try:
         with torch.no_grad():
-            there = tree_map_only(torch.Tensor, moved, (args, kwargs))
+            there = _mapped((args, kwargs), moved)
     except StaysHere:
         return _mixed(op, args, kwargs, tensors, here=True)
     out = run_here(op, *there) if place is None else post(place, op, *there)
@@ -660,7 +672,7 @@ def _collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return copies.setdefault(id(tensor), (tensor, at_place(tensor, None).clone()))[1]
 
     with torch.no_grad():
-        out = op.func(*tree_map_only(torch.Tensor, home, args), **tree_map_only(torch.Tensor, home, kwargs))
+        out = op.func(*_mapped(args, home), **_mapped(kwargs, home))
         if functional or op.name == "c10d::send":
             return out
         (out[-1] if isinstance(out, list | tuple) else out).wait()
@@ -933,7 +945,7 @@ def _sized_by_shapes(op: Operator, args: Any, kwargs: Any) -> bool:
 
 def _without_memory(value: Any) -> Any:
     """The same arguments, with tensors of device "meta"."""
-    return tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value)
+    return _mapped(value, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
 
 def _results(place: Stream, known: Known, base: int, args: Any, kwargs: Any) -> Any:
@@ -1073,7 +1085,7 @@ def _draw(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return made if op.fills else run_here(operator(aten.copy_.default), (made, at_place(tensor, None)), {})
 
     with torch.no_grad():
-        home_args, home_kwargs = tree_map_only(torch.Tensor, here, (args, kwargs))
+        home_args, home_kwargs = _mapped((args, kwargs), here)
         out = run_here(op, home_args, home_kwargs)
         if written:
             for original, filled in zip(written, op.operands_written(home_args, home_kwargs)):
