@@ -14,13 +14,10 @@ import gpu
 import hypothesis
 import psutil
 import pytest
-from lasting import lasting
+from lasting import lasting, ownerless
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes of Python's own that live as long as the test run."""
-
-SEMAPHORE = "sem."
-"""What names in /dev/shm begin with that are never ours, but ``multiprocessing``'s."""
 
 # An example that takes longer than usual says nothing about the code on a busy machine; and a run draws what the last one drew.
 hypothesis.settings.register_profile(
@@ -114,20 +111,6 @@ def _left(before: set[int]) -> dict[int, str]:
     return left
 
 
-def _ownerless(before: set[str]) -> set[str]:
-    """What is new in /dev/shm and that no process has: tests that run beside these may have something there for a moment."""
-    new = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith(SEMAPHORE)}
-    for process in psutil.process_iter() if new else ():
-        try:
-            used = Path(f"/proc/{process.pid}/maps").read_text() + " ".join(
-                str(file.readlink()) for file in Path(f"/proc/{process.pid}/fd").iterdir()
-            )
-        except OSError:  # it has ended, or is not ours
-            continue
-        new = {name for name in new if f"/dev/shm/{name}" not in used}
-    return new
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     processes, shared = _descendants(), set(os.listdir("/dev/shm"))
@@ -136,6 +119,6 @@ def nothing_left_behind() -> Iterator[None]:
     while (left := _left(processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"processes left behind: {left}"
-    while (appeared := _ownerless(shared)) and time.monotonic() < deadline:
+    while (appeared := ownerless(shared)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not appeared, f"left in /dev/shm: {appeared}"

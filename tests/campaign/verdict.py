@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from pathlib import Path
 from typing import Any
+
+from lasting import ownerless
 
 from .diary import ranks_in
 from .trial import PEER_TIMEOUT_S, Fault, Trial
@@ -200,23 +201,9 @@ def left_behind(entries: list[Entry], shared: set[str]) -> list[str]:
         if "@rdmarpc-" in line and line.split("@rdmarpc-")[-1].strip() in ids:
             found.append(f"leak: a socket is left: {line.split()[-1]}")
     limit = time.monotonic() + 2.0
-    while (new := _ownerless(shared)) and time.monotonic() < limit:
+    while (new := ownerless(shared)) and time.monotonic() < limit:
         time.sleep(0.1)
     return found + [f"leak: left in /dev/shm: {name}" for name in sorted(new)]
-
-
-def _ownerless(before: set[str]) -> set[str]:
-    new = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")}  # never ours
-    if not new:
-        return new
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                used = (process / "maps").read_text() + " ".join(str(fd.readlink()) for fd in (process / "fd").iterdir())
-            except OSError:
-                continue
-            new = {name for name in new if f"/dev/shm/{name}" not in used}
-    return new
 
 
 def lethal(faults: tuple[Fault, ...]) -> bool:

@@ -180,7 +180,7 @@ TINY_CELLS = ["first=[4,65536]", "arena=[65536]", "result=[65536]", "several=[32
 
 
 def benchmark(folder: Path, *overrides: str) -> tuple[dict[str, Any], str]:
-    """What a benchmark wrote, and what it showed. It must not leave anything else behind."""
+    """What a benchmark wrote, and what it showed."""
     done = programs.run("-m", "experiments.bench", *overrides, f"hydra.run.dir={folder}")
     assert done.returncode == 0, done.stdout
     assert not list(folder.glob(".meeting-*"))
