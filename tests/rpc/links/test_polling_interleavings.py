@@ -21,7 +21,7 @@ from rdmarpc.links.polling.steps import (
     watch,
 )
 from rdmarpc.transport.words.atomics import compare_exchange, fetch_add, futex_wait, load_acquire
-from rdmarpc.transport.words.kernels import CHANGED, store, wait_any
+from rdmarpc.transport.words.kernels import CHANGED, store, untake, wait_any
 from rdmarpc.transport.words.signals import signal
 
 
@@ -49,6 +49,22 @@ class Role:
         def run():
             for _ in range(messages):
                 signal(record, bells)
+
+        return run
+
+    def interrupted(self, number):
+        """A waiter that another thread has raised an exception in, as its wait was over: it gives back what it took, and ends."""
+        token, bell, table, budget, got = self.token, self.bell, self.table, self.budget, self.got
+        followers, events, messages, mine = self.followers, self.events, self.messages, 8 * number + WAITER
+
+        def run():
+            if take(token, mine, bell) == 1:
+                if load_acquire(got) < messages:
+                    wait_any(table, 1, bell, token, mine, budget, LONG, 0)
+                untake(table, token, mine)
+                let_go(token, mine, bell, table, 1)
+                if load_acquire(followers) > 0:
+                    event(events)
 
         return run
 
@@ -155,6 +171,21 @@ def forgotten(token, mine, bell, table, rows):
 def test_a_role_that_is_freed_unseen_is_found():
     with pytest.raises(Violation):
         explored(1, "waiter", "waiter", let_go=forgotten)
+
+
+@pytest.mark.parametrize("other", ["pool_thread", "waiter"])
+def test_what_an_interrupted_waiter_took_is_read_by_another(other):
+    assert explored(1, "interrupted", other) > 1_000
+
+
+def kept(table, word, expected):
+    """``untake`` that gives nothing back."""
+    return 0
+
+
+def test_what_is_kept_by_an_interrupted_waiter_is_found():
+    with pytest.raises(Violation):
+        explored(1, "interrupted", "waiter", untake=kept)
 
 
 def watched(**constants):
