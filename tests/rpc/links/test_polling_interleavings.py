@@ -53,7 +53,7 @@ class Role:
         return run
 
     def interrupted(self, number):
-        """A waiter that another thread has raised an exception in, as its wait was over: it gives back what it took, and ends."""
+        """A waiter in which another thread has raised an exception as its wait was over: it gives back what it took."""
         token, bell, table, budget, got = self.token, self.bell, self.table, self.budget, self.got
         followers, events, messages, mine = self.followers, self.events, self.messages, 8 * number + WAITER
 
