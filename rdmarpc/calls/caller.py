@@ -16,7 +16,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..links.messages import AWAY, Fetch, Post, tell
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.ring import QUEUE_BYTES, Link, Room
+from ..links.ring import QUEUE_BYTES, Distrust, Link, Room
 from ..message import errors, reducers, serialize
 from ..message.layout import as_it_lies, travels
 from ..message.reducers import Arrived
@@ -128,16 +128,9 @@ class Caller:
     """The calling side of one worker. Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
     def __init__(
-        self,
-        device: Device,
-        progress: Progress,
-        pool: Pool,
-        post: Post,
-        rrefs: RRefContext,
-        distrust: Callable[[Link, RdmaError], None],
+        self, device: Device, progress: Progress, pool: Pool, post: Post, rrefs: RRefContext, distrust: Distrust
     ) -> None:
-        """``distrust`` ends the link of a peer that sent something that it had no right to (from any thread, without
-        waiting)."""
+        """``distrust``: from any thread."""
         self.device, self.progress, self.pool, self.post, self.rrefs = device, progress, pool, post, rrefs
         self.pending: dict[int, Pending] = {}
         """The calls under way by number, and (``expired``) those given up, whose answers still have to be taken: each call that

@@ -59,6 +59,10 @@ _new_frame = tuple.__new__
 _AT_ONCE = 2  # READs of held requests: one is under way while the request of the other begins
 
 
+Distrust = Callable[["Link", RdmaError], None]
+"""Ends the link of a peer that sent something that it had no right to, or whose ring cannot be reached. Does not wait."""
+
+
 class Queued(NamedTuple):
     """A frame that found no room. ``dropped()`` is called if it is never sent, because the peer is lost."""
 
@@ -158,7 +162,7 @@ class Link:
         self._out = memoryview(self._out_tensor.numpy()).cast("B")
         self.inbox = device.export(self._in_tensor)
         self.peer_inbox = b""
-        self.refuse: Callable[[Link, RdmaError], None] = lambda link, error: None
+        self.refuse: Distrust = lambda link, error: None
         """Called, on a thread of its own, if the peer's ring cannot be reached."""
         self._window: Window | None = None
         self._opening = False
