@@ -362,7 +362,7 @@ class Callee:
             result = None
         flags, name, payload, message = answering.frame.flags & frames.CONTROL, b"", b"", 0
         try:
-            if context is not None:
+            if context is not None and type(result) is not torch.Tensor:
                 result = unbound(result)
             if answering.frame.kind == frames.GRADIENTS:
                 name, result = result

@@ -50,6 +50,7 @@ from ..message.tensors import (
     unpack_lone,
 )
 from ..references.context import RRefContext
+from ..references.mail import drained
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
 from .pending import Answer, Future, Pending, Timeouts
 
@@ -327,14 +328,9 @@ class Caller:
 
     def _forget_finished(self) -> None:
         """Drop the answers at the front of ``unfinished`` that a thread has come for meanwhile."""
-        unfinished = self.progress.unfinished
-        while unfinished:
-            try:
-                head = unfinished.popleft()
-            except IndexError:  # the pool was faster
-                return
+        for head in drained(self.progress.unfinished):
             if head.answers:
-                unfinished.appendleft(head)
+                self.progress.unfinished.appendleft(head)
                 return
 
     def _finish_elsewhere(self, pending: Pending) -> None:
@@ -343,12 +339,7 @@ class Caller:
         self.progress.completed()
 
     def _finish_all(self) -> None:
-        unfinished = self.progress.unfinished
-        while unfinished:
-            try:
-                pending = unfinished.popleft()
-            except IndexError:  # another thread was faster
-                break
+        for pending in drained(self.progress.unfinished):
             self.finish(pending)
         self.progress.completed()
 
@@ -437,7 +428,7 @@ class Caller:
             fit = head.grant and len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes)
             forgone = link.grants.put(sizes, head.grant, link.places[head.places] if fit else [])
             if forgone:
-                tell(link, frames.FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
+                tell(link, frames.FORGO, 0, frames.alone(struct.pack(f"<{len(forgone)}Q", *forgone)))
         context = pending.context if head.message and pending.recorded else None
         if context is not None and context.ended:
             context = None

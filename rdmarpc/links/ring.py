@@ -63,12 +63,16 @@ Distrust = Callable[["Link", RdmaError], None]
 """Ends the link of a peer that sent something that it had no right to, or whose ring cannot be reached. Does not wait."""
 
 
+Dropped = Callable[[], None] | None
+"""Called if a frame is never sent, because the peer is lost."""
+
+
 class Queued(NamedTuple):
-    """A frame that found no room. ``dropped()`` is called if it is never sent, because the peer is lost."""
+    """A frame that found no room."""
 
     frame: tuple[int, int, int, int, Parts]
     nbytes: int
-    dropped: Callable[[], None] | None
+    dropped: Dropped
 
 
 class Held:
@@ -280,13 +284,7 @@ class Link:
         return True
 
     def post(
-        self,
-        kind: int,
-        call: int,
-        flags: int,
-        tensors: int = 0,
-        parts: Parts = NO_PARTS,
-        dropped: Callable[[], None] | None = None,
+        self, kind: int, call: int, flags: int, tensors: int = 0, parts: Parts = NO_PARTS, dropped: Dropped = None
     ) -> None:
         """Send one frame, now or when the peer has consumed what is before it. Never waits. ``PeerLost`` when the connection
         has ended; ``dropped()`` is called if it ends before the frame was written."""
