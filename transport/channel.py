@@ -210,11 +210,15 @@ class Channel(abc.ABC):
         self.check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
-        return self._window(remote, local, notify)
+        found = self._window(remote, local, notify)
+        if found is None:
+            why, hint = "a window needs memory of the peer's arena", "let the peer make it by channel.empty()"
+            raise NotSupported(why, peer=self.peer, device=self.device.name, hint=hint)
+        return found
 
     @abc.abstractmethod
-    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
-        """As ``window``, for sides that fit each other."""
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window | None:
+        """As ``window``, for sides that fit each other; ``None`` where the remote one would have to be in the peer's arena."""
 
     gpus = False
     """Whether the local side of a copy may be GPU memory here."""

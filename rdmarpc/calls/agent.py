@@ -129,7 +129,7 @@ class Agent:
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
         resume = partial(messages.resume, self.callee)
-        self.links.listen(self.losses.refuse, self.progress.completed, resume, _takes(self), self.device.name)
+        self.links.listen(self.losses.refuse, self.progress.completed, resume, _takes(self))
         self.progress.read = self.links.read
         self.pool.start()
         self.caller.timeouts.on_tick = self._look_after

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -26,13 +25,13 @@ from ..links.frames import Body, Frame, NotTheirs, created, request_body, respon
 from ..links.grants import Promises
 from ..links.messages import AWAY, Fetch, Kept, Post
 from ..links.polling.pool import Pool
-from ..links.ring import MAX_BODY, Link
+from ..links.ring import MAX_BODY, Distrust, Link
 from ..message import errors, permits, serialize
 from ..message.layout import as_it_lies, travels
 from ..message.tensors import INLINE_BYTES, NOTHING, Outgoing, pack, pack_handed, string_at, unpack, unpack_lone
 from ..references.context import RRefContext
 from ..references.forks import Fork
-from ..transport import Device, Guard, PeerLost, RdmaError, RemoteRegion
+from ..transport import Device, Guard, PeerLost, RemoteRegion
 from . import profiled
 from .memory import Handovers
 
@@ -71,14 +70,7 @@ class Callee:
     """The called side of one worker. Thread-safe."""
 
     def __init__(
-        self,
-        device: Device,
-        pool: Pool,
-        post: Post,
-        me: WorkerInfo,
-        rrefs: RRefContext,
-        contexts: Contexts,
-        distrust: Callable[[Link, RdmaError], None],
+        self, device: Device, pool: Pool, post: Post, me: WorkerInfo, rrefs: RRefContext, contexts: Contexts, distrust: Distrust
     ) -> None:
         """``distrust``: see ``Caller``."""
         self.device, self.pool, self.post, self.memory = device, pool, post, post.memory
@@ -370,7 +362,7 @@ class Callee:
             result = None
         flags, name, payload, message = answering.frame.flags & frames.CONTROL, b"", b"", 0
         try:
-            if context is not None:
+            if context is not None and type(result) is not torch.Tensor:
                 result = unbound(result)
             if answering.frame.kind == frames.GRADIENTS:
                 name, result = result

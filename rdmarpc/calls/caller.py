@@ -16,7 +16,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..links.messages import AWAY, Fetch, Post, tell
 from ..links.polling.modes import dispatch_modes, function_modes, unseen
 from ..links.polling.pool import Pool
 from ..links.polling.progress import Progress
-from ..links.ring import QUEUE_BYTES, Link, Room
+from ..links.ring import QUEUE_BYTES, Distrust, Link, Room
 from ..message import errors, reducers, serialize
 from ..message.layout import as_it_lies, travels
 from ..message.reducers import Arrived
@@ -50,6 +50,7 @@ from ..message.tensors import (
     unpack_lone,
 )
 from ..references.context import RRefContext
+from ..references.mail import drained
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh, nobody
 from .pending import Answer, Future, Pending, Timeouts
 
@@ -128,16 +129,9 @@ class Caller:
     """The calling side of one worker. Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
     def __init__(
-        self,
-        device: Device,
-        progress: Progress,
-        pool: Pool,
-        post: Post,
-        rrefs: RRefContext,
-        distrust: Callable[[Link, RdmaError], None],
+        self, device: Device, progress: Progress, pool: Pool, post: Post, rrefs: RRefContext, distrust: Distrust
     ) -> None:
-        """``distrust`` ends the link of a peer that sent something that it had no right to (from any thread, without
-        waiting)."""
+        """``distrust``: from any thread."""
         self.device, self.progress, self.pool, self.post, self.rrefs = device, progress, pool, post, rrefs
         self.pending: dict[int, Pending] = {}
         """The calls under way by number, and (``expired``) those given up, whose answers still have to be taken: each call that
@@ -334,14 +328,9 @@ class Caller:
 
     def _forget_finished(self) -> None:
         """Drop the answers at the front of ``unfinished`` that a thread has come for meanwhile."""
-        unfinished = self.progress.unfinished
-        while unfinished:
-            try:
-                head = unfinished.popleft()
-            except IndexError:  # the pool was faster
-                return
+        for head in drained(self.progress.unfinished):
             if head.answers:
-                unfinished.appendleft(head)
+                self.progress.unfinished.appendleft(head)
                 return
 
     def _finish_elsewhere(self, pending: Pending) -> None:
@@ -350,12 +339,7 @@ class Caller:
         self.progress.completed()
 
     def _finish_all(self) -> None:
-        unfinished = self.progress.unfinished
-        while unfinished:
-            try:
-                pending = unfinished.popleft()
-            except IndexError:  # another thread was faster
-                break
+        for pending in drained(self.progress.unfinished):
             self.finish(pending)
         self.progress.completed()
 
@@ -444,7 +428,7 @@ class Caller:
             fit = head.grant and len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes)
             forgone = link.grants.put(sizes, head.grant, link.places[head.places] if fit else [])
             if forgone:
-                tell(link, frames.FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
+                tell(link, frames.FORGO, 0, frames.alone(struct.pack(f"<{len(forgone)}Q", *forgone)))
         context = pending.context if head.message and pending.recorded else None
         if context is not None and context.ended:
             context = None

@@ -438,23 +438,23 @@ class Pairs:
         """In a forked child: end what was under way in the parent. Takes no lock."""
         self._lock, self._news, self._thread, self._dozes = threading.Lock(), threading.Event(), None, False
         self.error = error
-        over = list(self._wanted)
+        for message in self._under_way():
+            message.forked(error)
         self._wanted.clear()
         for way in self._ways():
-            over += [*way.queue, *([way.current] if way.current is not None else [])]
             way.lock, way.current = threading.Lock(), None
             way.queue.clear()
-        for message in over:
-            message.forked(error)
 
     def waiting(self) -> list[str]:
         """What is under way, for people."""
         with self._lock:
-            found = [each.describe for each in self._wanted]
-            for way in self._ways():
-                found += [each.describe for each in way.queue]
-                found += [way.current.describe] if way.current is not None else []
-        return found
+            return [each.describe for each in self._under_way()]
+
+    def _under_way(self) -> list[Message]:
+        """The messages that are not over. Call it with the lock held."""
+        ways = self._ways()
+        queued = [each for way in ways for each in way.queue]
+        return [*self._wanted, *queued, *(way.current for way in ways if way.current is not None)]
 
     def unseen(self) -> list[str]:
         """Messages that nobody here has asked for. For people."""

@@ -134,7 +134,10 @@ class Context:
             self.check()
             serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
             self.passes[me, serial] = run
-            oldest = min([count for worker, count in self.passes if worker == me])
+            oldest = serial
+            for worker, count in self.passes:
+                if worker == me:
+                    oldest = min(oldest, count)
         return Name(self.number, me, serial, oldest, retain_graph), run
 
     def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:
@@ -296,16 +299,17 @@ class Contexts:
         """End a context here, and at all workers to which we brought it. ``heard_from``: the worker that said that it is over,
         if it was not our own decision."""
         with self._lock:
-            if heard_from is not None and not self._believed(number, heard_from):
+            if number in self._past or (heard_from is not None and not self._believed(number, heard_from)):
                 return
-            context = self._take_out(number)
+            self._past.add(number)
+            context = self.live.pop(number, None)
         if context is not None:
             context.close(heard_from)
 
     def _believed(self, number: int, worker: int) -> bool:
-        """Whether a worker that says that a context is over ends it for all. If not, only its own calls that come late will not
-        find the context. Call it with the lock held."""
-        if number in self._past or worker in self._gone:
+        """Whether a worker that says that a context is over, which it was not, ends it for all. If not, only its own calls that
+        come late will not find the context. Call it with the lock held."""
+        if worker in self._gone:
             return False
         found = self.live.get(number)
         if number >> WORKER_SHIFT == worker or (found is not None and found.by == worker):
@@ -319,13 +323,6 @@ class Contexts:
         self._said.setdefault(worker, _Recent()).add(number)
         return False
 
-    def _take_out(self, number: int) -> Context | None:
-        """Take a context out, for good. ``None`` if it has ended before, or is unknown. Call it with the lock held."""
-        if number in self._past:
-            return None
-        self._past.add(number)
-        return self.live.pop(number, None)
-
     def lost(self, worker: int) -> None:
         """A worker is gone, and with it the contexts that it had entered, and those that only it had brought."""
         ended = []
@@ -337,8 +334,8 @@ class Contexts:
                 if context.by == worker:
                     context.by = None
                 if context.number >> WORKER_SHIFT == worker or not context.brought_by:
-                    self._take_out(context.number)
-                    ended.append(context)
+                    self._past.add(context.number)
+                    ended.append(self.live.pop(context.number))
         for context in ended:
             context.close(worker)
 

@@ -26,6 +26,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -81,11 +82,12 @@ def _unpack(packed: bytes, gradients: Sequence[torch.Tensor]) -> list[tuple[int,
     """Raises ``IndexError`` and ``struct.error`` for what ``_pack`` has not made."""
     (count,) = _GRADIENTS.unpack_from(packed)
     start = _GRADIENTS.size + count * _ENTRY.size
-    places = [None if place == _UNDEFINED else gradients[place] for (place,) in _PLACE.iter_unpack(packed[start:])]
-    entries, at = [], 0
+    places, entries = _PLACE.iter_unpack(packed[start:]), []
     for message, count in _ENTRY.iter_unpack(packed[_GRADIENTS.size : start]):
-        entries.append((message, tuple(places[at : at + count])))
-        at += count
+        some: list[torch.Tensor | None] = []
+        for (place,) in islice(places, count):
+            some.append(None if place == _UNDEFINED else gradients[place])
+        entries.append((message, tuple(some)))
     return entries
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ import torch
 
 from ..message.tensors import WORD_BYTES, Memory, Outgoing, check_wanted, to_read
 from ..transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout, Work, bare, fresh
-from .frames import BULK, READS, Frame, alone
-from .ring import MAX_BODY, Link
+from .frames import BULK, NO_PARTS, READS, Frame, Parts, alone
+from .ring import MAX_BODY, Dropped, Link
 
 AWAY = BULK | READS
 """Flags of messages of which not everything came with the frame."""
@@ -51,7 +52,7 @@ class Post:
         function: bytes,
         payload: bytes,
         keeper: Any,
-        dropped: Callable[[], None] | None = None,
+        dropped: Dropped = None,
     ) -> None:
         """Send a frame; it is queued where the peer's ring is full (``Link.post``, also for ``dropped``). A body too large for
         a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keeper`` (the call, or ``Kept``) keeps it
@@ -71,12 +72,11 @@ class Post:
             link.post(kind, call, flags, tensors, parts, dropped)
 
 
-def tell(link: Link, kind: int, call: int, payload: bytes = b"") -> None:
+def tell(link: Link, kind: int, call: int, parts: Parts = NO_PARTS) -> None:
     """A frame that means nothing to a peer that is lost."""
-    try:
-        link.post(kind, call, 0, parts=alone(payload))
-    except PeerLost:
-        pass
+    with suppress(PeerLost):
+        if not link.try_send(kind, call, 0, 0, parts):
+            link.post(kind, call, 0, 0, parts)
 
 
 class Kept:

@@ -59,12 +59,20 @@ _new_frame = tuple.__new__
 _AT_ONCE = 2  # READs of held requests: one is under way while the request of the other begins
 
 
+Distrust = Callable[["Link", RdmaError], None]
+"""Ends the link of a peer that sent something that it had no right to, or whose ring cannot be reached. Does not wait."""
+
+
+Dropped = Callable[[], None] | None
+"""Called if a frame is never sent, because the peer is lost."""
+
+
 class Queued(NamedTuple):
-    """A frame that found no room. ``dropped()`` is called if it is never sent, because the peer is lost."""
+    """A frame that found no room."""
 
     frame: tuple[int, int, int, int, Parts]
     nbytes: int
-    dropped: Callable[[], None] | None
+    dropped: Dropped
 
 
 class Held:
@@ -158,7 +166,7 @@ class Link:
         self._out = memoryview(self._out_tensor.numpy()).cast("B")
         self.inbox = device.export(self._in_tensor)
         self.peer_inbox = b""
-        self.refuse: Callable[[Link, RdmaError], None] = lambda link, error: None
+        self.refuse: Distrust = lambda link, error: None
         """Called, on a thread of its own, if the peer's ring cannot be reached."""
         self._window: Window | None = None
         self._opening = False
@@ -276,13 +284,7 @@ class Link:
         return True
 
     def post(
-        self,
-        kind: int,
-        call: int,
-        flags: int,
-        tensors: int = 0,
-        parts: Parts = NO_PARTS,
-        dropped: Callable[[], None] | None = None,
+        self, kind: int, call: int, flags: int, tensors: int = 0, parts: Parts = NO_PARTS, dropped: Dropped = None
     ) -> None:
         """Send one frame, now or when the peer has consumed what is before it. Never waits. ``PeerLost`` when the connection
         has ended; ``dropped()`` is called if it ends before the frame was written."""

@@ -15,7 +15,7 @@ from ..transport import Channel, Guard, Poller, RdmaError, broken_by, nobody
 from .frames import GOODBYE, GRADIENTS, Frame, NotTheirs
 from .group.group import Group
 from .group.members import Record
-from .ring import CREDIT_DUE, RING, Link
+from .ring import CREDIT_DUE, RING, Distrust, Link
 
 Handler = Callable[[Link, Frame], None]
 """Takes a frame, on the thread that reads for everybody: never blocks. ``NotTheirs``, or any other error, ends the link."""
@@ -46,18 +46,12 @@ class Links:
         group.missed, group.lost = self.miss, self.lost
 
     def listen(
-        self,
-        refuse: Callable[[Link, RdmaError], None],
-        completed: Callable[[], None],
-        resume: Callable[[Link], None],
-        takes: dict[int, Handler],
-        device: str,
+        self, refuse: Distrust, completed: Callable[[], None], resume: Callable[[Link], None], takes: dict[int, Handler]
     ) -> None:
         """From now on frames go to the handlers of their kinds (``takes``). ``refuse`` ends a link whose data cannot be
         trusted; ``completed()`` is called where queued frames may have been sent, ``resume(link)`` after frames were read from
-        a peer of which requests are held. ``device``: for errors."""
+        a peer of which requests are held."""
         self._refuse, self._completed, self._resume, self._guard = refuse, completed, resume, Guard("rdmarpc")
-        self._device = device
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():
             self.handlers[kind] = handler
 
@@ -99,7 +93,7 @@ class Links:
         if isinstance(error, struct.error):
             return RdmaError(f"what came is no message (frame of kind {kind}: {error})", peer=link.name)
         self._guard.note(error, "handling a message")
-        return broken_by(error, "handling its message", peer=link.name, device=self._device)
+        return broken_by(error, "handling its message", peer=link.name, device=link.channel.device.name)
 
     def enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
         """Enter a link that has its channel: it is read from now on. ``serve_only``: it is not used to send. Call it with

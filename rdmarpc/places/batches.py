@@ -15,6 +15,7 @@ from . import ring
 from .stream import Stream, streams
 
 MOST = 1 << 16
+Loss = Callable[..., torch.Tensor]
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 
 
@@ -25,14 +26,7 @@ def checked(chunks: int) -> int:
 
 
 def forward_backward(
-    model: nn.Module,
-    loss_fn: Callable[..., torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Any,
-    chunks: int,
-    schedule: str,
-    stages: int,
+    model: nn.Module, loss_fn: Loss, args: Any, kwargs: dict[str, Any], target: Any, chunks: int, schedule: str, stages: int
 ) -> torch.Tensor:
     """Forward and backward of one batch in ``chunks`` micro-batches.
 
@@ -131,7 +125,7 @@ class _Pieces:
         # Each with a version of its own: what the forward writes into one was not saved for the backward of another.
         return [piece.data for piece in leaf.split(self.sizes)]
 
-    def loss(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor], at: int) -> torch.Tensor:
+    def loss(self, model: nn.Module, loss_fn: Loss, at: int) -> torch.Tensor:
         """The weighted loss of a micro-batch."""
         args, kwargs = tree_unflatten([column[at] for column in self._columns], self._tree)
         target = [tree_unflatten([column[at] for column in self._targets], self._target_tree)] if self._has_target else []

@@ -36,101 +36,73 @@ def _data_with_places(torchs: Any) -> property:
     return property(torchs.__get__, set_data, doc=torchs.__doc__)
 
 
-def _by_element(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _home(value: Any) -> Any:
+    return value.detach().cpu().requires_grad_(value.requires_grad) if type(value) is RemoteTensor else value
+
+
+def _by_element(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """A method that calls Python for each element, which it finds by addresses: on copies here."""
-
-    def home(value: Any) -> Any:
-        if type(value) is not RemoteTensor:
-            return value
-        return value.detach().cpu().requires_grad_(value.requires_grad)
-
-    @functools.wraps(torchs)
-    def run(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-        here.refuse("it calls a function of Python for each element of a tensor")
-        found = home(tensor)
-        torchs(found, *map(home, args))
-        return tensor if found is tensor else tensor.copy_(found)
-
-    return run
+    here.refuse("it calls a function of Python for each element of a tensor")
+    found = _home(tensor)
+    torchs(found, *map(_home, args))
+    return tensor if found is tensor else tensor.copy_(found)
 
 
-def _checked_one_hot(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _one_hot(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Torch before 2.14 does not look at the classes of a tensor of a subclass."""
-
-    @functools.wraps(torchs)
-    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-        if type(tensor) is RemoteTensor and tensor.numel():
-            torch._assert_async(tensor.min() >= 0, "Class values must be non-negative.")
-            if num_classes != -1:
-                torch._assert_async(tensor.max() < num_classes, "Class values must be smaller than num_classes.")
-        return torchs(tensor, num_classes)
-
-    return one_hot
+    if type(tensor) is RemoteTensor and tensor.numel():
+        torch._assert_async(tensor.min() >= 0, "Class values must be non-negative.")
+        if num_classes != -1:
+            torch._assert_async(tensor.max() < num_classes, "Class values must be smaller than num_classes.")
+    return torchs(tensor, num_classes)
 
 
-def _checked_lists(torchs: Callable[..., Any]) -> Callable[..., Any]:
+def _lists(torchs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A collective on a list of tensors and one more. To the dispatcher it is a list of lists, into which it does not look: a
     backend would get null pointers."""
-
-    @functools.wraps(torchs)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        operands = [*args, *kwargs.values()]
-        if not any(type(each) is RemoteTensor for each in operands) and any(
-            type(each) is RemoteTensor for each in tree_leaves(operands)
-        ):
-            why = f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers"
-            raise NotSupported(why, hint="give it plain tensors, or such ones, alone")
-        return torchs(*args, **kwargs)
-
-    return collective
+    operands = [*args, *kwargs.values()]
+    if not any(type(each) is RemoteTensor for each in operands) and any(
+        type(each) is RemoteTensor for each in tree_leaves(operands)
+    ):
+        why = f"torch.distributed.{torchs.__name__} of a plain tensor, and a list of tensors that lie at workers"
+        raise NotSupported(why, hint="give it plain tensors, or such ones, alone")
+    return torchs(*args, **kwargs)
 
 
-def _applied_with_places(torchs: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _apply(
+    torchs: Callable[..., nn.Module], module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
     """``net.to(rpc.device(...))`` and ``net.cpu()`` set ``data`` of parameters, which changes no place. With
     ``set_swap_module_params_on_conversion`` torch would exchange them, but ``load_state_dict`` of any model as well, whose
     gradients and hooks are then lost."""
 
-    @functools.wraps(torchs)
-    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        def applied(tensor: torch.Tensor) -> torch.Tensor:
-            found = fn(tensor)
-            moved = (type(tensor) is RemoteTensor) is not (type(found) is RemoteTensor)
-            if not moved or not isinstance(tensor, nn.Parameter) or found.device.type == "meta":
-                return found
-            if tensor.grad is not None and tensor.grad.device.type == "meta":  # it has nothing to be moved
-                gradient, tensor.grad = fn(tensor.grad), None
-                exchange(tensor, found.detach())
-                tensor.grad = gradient
-            else:
-                exchange(tensor, found.detach())
-            return tensor.data
+    def applied(tensor: torch.Tensor) -> torch.Tensor:
+        found = fn(tensor)
+        moved = (type(tensor) is RemoteTensor) is not (type(found) is RemoteTensor)
+        if not moved or not isinstance(tensor, nn.Parameter) or found.device.type == "meta":
+            return found
+        if tensor.grad is not None and tensor.grad.device.type == "meta":  # it has nothing to be moved
+            gradient, tensor.grad = fn(tensor.grad), None
+            exchange(tensor, found.detach())
+            tensor.grad = gradient
+        else:
+            exchange(tensor, found.detach())
+        return tensor.data
 
-        return torchs(module, applied, recurse)
-
-    return apply
+    return torchs(module, applied, recurse)
 
 
-def _asking_dlpack(torchs: Callable[..., Any]) -> Callable[..., Any]:
+def _to_dlpack(torchs: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The old way to share a tensor with other libraries does not ask its class, and would give them no memory."""
-
-    @functools.wraps(torchs)
-    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return tensor.__dlpack__() if type(tensor) is RemoteTensor else torchs(tensor, *args, **kwargs)
-
-    return to_dlpack
+    return tensor.__dlpack__() if type(tensor) is RemoteTensor else torchs(tensor, *args, **kwargs)
 
 
-def _checked_file(torchs: Callable[..., Any]) -> Callable[..., Any]:
+def _save(torchs: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
     """TorchScript writes memory into files, which a tensor at a worker does not have: they would be full of zeros."""
-
-    @functools.wraps(torchs)
-    def save(script: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(type(each) is RemoteTensor for each in _of_script(script)):
-            why = "a file of what torch.jit has made over tensors that lie at a worker would not have them"
-            raise NotSupported(why, hint="script or trace the model after close() or net.cpu(), or a copy of it")
-        return torchs(script, *args, **kwargs)
-
-    return save
+    if any(type(each) is RemoteTensor for each in _of_script(script)):
+        why = "a file of what torch.jit has made over tensors that lie at a worker would not have them"
+        raise NotSupported(why, hint="script or trace the model after close() or net.cpu(), or a copy of it")
+    return torchs(script, *args, **kwargs)
 
 
 def _of_script(script: Any) -> list[Any]:
@@ -145,36 +117,42 @@ def _of_script(script: Any) -> list[Any]:
     return tree_leaves([*found, *constants])
 
 
-def _on_the_cpu(torchs: Callable[..., None]) -> Callable[..., None]:
+def _on_the_cpu(torchs: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
     """``torch.autocast(device.type)`` of a worker's device is that of the CPU, which is the device of its tensors."""
+    torchs(
+        made,
+        *["cpu" if value == DEVICE else value for value in args],
+        **{name: "cpu" if value == DEVICE else value for name, value in kwargs.items()},
+    )
 
-    @functools.wraps(torchs)
-    def init(made: Any, *args: Any, **kwargs: Any) -> None:
-        torchs(
-            made,
-            *["cpu" if value == DEVICE else value for value in args],
-            **{name: "cpu" if value == DEVICE else value for name, value in kwargs.items()},
-        )
 
-    return init
+def _replace(ours: Callable[..., Any], names: str, *owners: Any) -> None:
+    """In the place of these names ``ours`` is called, with torch's own and what that was called with."""
+
+    def replacing(torchs: Any) -> Any:
+        @functools.wraps(torchs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return ours(torchs, *args, **kwargs)
+
+        return call
+
+    for owner in owners:
+        for name in names.split():
+            if hasattr(owner, name):  # functions of TorchScript lack some
+                setattr(owner, name, replacing(getattr(owner, name)))
 
 
 torch.Tensor.data = _data_with_places(torch.Tensor.data)  # type: ignore[assignment]
-for _name in ("apply_", "map_", "map2_"):
-    setattr(torch.Tensor, _name, _by_element(getattr(torch.Tensor, _name)))
-torch.nn.functional.one_hot = _checked_one_hot(torch.nn.functional.one_hot)
-torch.to_dlpack = torch.utils.dlpack.to_dlpack = _asking_dlpack(torch.to_dlpack)
-for _script in (torch._C.ScriptModule, torch._C.ScriptFunction):
-    for _name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
-        if hasattr(_script, _name):
-            setattr(_script, _name, _checked_file(getattr(_script, _name)))
-for _class in (torch.amp.autocast, torch.amp.GradScaler):
-    _class.__init__ = _on_the_cpu(_class.__init__)  # type: ignore[method-assign]
-nn.Module._apply = _applied_with_places(nn.Module._apply)  # type: ignore[method-assign]
+_replace(_by_element, "apply_ map_ map2_", torch.Tensor)
+_replace(_one_hot, "one_hot", torch.nn.functional)
+_replace(_to_dlpack, "to_dlpack", torch, torch.utils.dlpack)
+_replace(
+    _save, "save save_to_buffer _save_for_mobile _save_to_buffer_for_mobile", torch._C.ScriptModule, torch._C.ScriptFunction
+)
+_replace(_on_the_cpu, "__init__", torch.amp.autocast, torch.amp.GradScaler)
+_replace(_apply, "_apply", nn.Module)
 if dist.is_available():
-    for _name in ("all_gather", "gather", "reduce_scatter", "scatter"):
-        for _module in (dist, dist.distributed_c10d):
-            setattr(_module, _name, _checked_lists(getattr(_module, _name)))
+    _replace(_lists, "all_gather gather reduce_scatter scatter", dist, dist.distributed_c10d)
 
 
 # -- as arguments and results of calls

@@ -38,9 +38,10 @@ from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, Windo
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
+KINDS = "operation ask free meta signature inline land send fetch check reset state forget last program replay rename ahead"
+"""Kinds of messages, by number; ``worker.py`` says what each is made of."""
 OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_REST = range(18)
 PROGRAM, REPLAY, RENAME, AHEAD = _REST
-"""Kinds of messages; ``worker.py`` says what each is made of."""
 WORD = 8
 FLOAT, INT = struct.Struct("<d"), struct.Struct("<q")
 """A word as what it stands for."""

@@ -61,6 +61,7 @@ _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
 """How results of a known form are made: they are asked for each time; operands that were written; one new tensor; else."""
+_clone = operator(aten.clone.default)
 OWN = ("_handle", "_meta", "_offset", "_words")
 """Attributes that a remote tensor has of us."""
 
@@ -321,18 +322,14 @@ def _cloned(tensor: RemoteTensor, memo: dict[int, Any]) -> tuple[Storage, bool]:
     found = memo.get(key)  # type: ignore[call-overload]
     if found is None:
         handle = tensor._handle
-        strided = tensor._meta.geometry.layout is _STRIDED
-        whole = tensor._at == -1 and (not strided or (tensor._offset == 0 and _dense(tensor)))
+        lies = tensor._meta.geometry
+        fills = tensor._offset == 0 and lies.span == lies.numel and lies.numel * lies.dtype.itemsize == handle.nbytes
+        whole = tensor._at == -1 and (fills or not tensor._meta.strided)
         source = wrapper(handle, tensor._meta, 0, -1) if whole else _bytes_of(handle)
-        copied = post(handle.stream, operator(aten.clone.default), (source,), {})
+        copied = post(handle.stream, _clone, (source,), {})
         found = memo[key] = copied._handle, whole  # type: ignore[index]
         copied._handle.anchor = handle.anchor
     return found
-
-
-def _dense(tensor: RemoteTensor) -> bool:
-    geometry = tensor._meta.geometry
-    return geometry.span == geometry.numel and geometry.numel * geometry.dtype.itemsize == tensor._handle.nbytes
 
 
 def wrapper(storage: Storage, meta: Meta, offset: int, at: int) -> RemoteTensor:
@@ -635,7 +632,7 @@ def _mixed(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         if found is None:
             found = at_place(tensor, place)
             if found is not tensor and id(tensor) in changes:
-                found = _cloned_here(found) if place is None else found.clone()
+                found = run_here(_clone, (found,), {}) if place is None else found.clone()
                 back.append((tensor, found))
             copies[id(tensor)] = found
         return found
@@ -690,10 +687,6 @@ def run_here(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for each in observing.observers:
         each.operation(op, args, kwargs, out, None)
     return out
-
-
-def _cloned_here(tensor: torch.Tensor) -> Any:
-    return run_here(operator(aten.clone.default), (tensor,), {})
 
 
 def _originals(op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,13 +52,11 @@ ENDED = -1
 """In the place of a question's number: the stream has ended, and nothing will be answered any more."""
 
 
-class Void:
+class Void(NamedTuple):
     """In the place of a tensor that was not computed."""
 
-    __slots__ = ("error", "position")
-
-    def __init__(self, error: bytes, position: int) -> None:
-        self.error, self.position = error, position
+    error: bytes
+    position: int
 
 
 class Signature:
@@ -173,9 +171,9 @@ class Runner:
         """The timeline that is recorded, and this stream's track in it."""
         self._makes_in_arena = self.channel.registered_only
         """Whether what is sent from here has to lie in the arena, or is staged there."""
-        self._ahead = 0
+        self._looks = 0
         self._board = Scoreboard(self._arrived)
-        """Messages that may run in another order, while ``_ahead``."""
+        """Messages that may run in another order, while it ``_looks`` ahead."""
 
     def open(self, reply: bytes, done: bytes, notify: int) -> tuple[bytes, int]:
         """Take the caller's memory for answers and progress; returns the ring's descriptor and its notification number."""
@@ -188,25 +186,7 @@ class Runner:
         self._done_window = channel.window(RemoteRegion.load(done), self._done_memory, notify=notify + 1)
         number = channel.take_numbers(1)
         self.ring = ring.RingReader(channel, self._ring_memory, number)
-        self._run: dict[int, Callable[[list[int], int], None]] = {
-            ring.OPERATION: self._operation,
-            ring.ASK: self._ask,
-            ring.FREE: self._free,
-            ring.META: self._meta,
-            ring.SIGNATURE: self._signature,
-            ring.INLINE: self._inline,
-            ring.LAND: self._land,
-            ring.SEND: self._send,
-            ring.FETCH: self._fetch,
-            ring.CHECK: self._check,
-            ring.RESET: self._reset,
-            ring.STATE: self._state,
-            ring.FORGET: self._forget,
-            ring.PROGRAM: self._program,
-            ring.REPLAY: self._replay,
-            ring.RENAME: self._rename,
-            ring.AHEAD: self._look_ahead,
-        }
+        self._run: list[Callable[[list[int], int], None]] = [getattr(self, f"_{kind}") for kind in ring.KINDS.split()]
         self.thread = threading.Thread(target=self._serve, name=f"rdmarpc-stream-{channel.peer}", daemon=True)
         self.thread.start()
         return device.export(self._ring_memory), number
@@ -271,32 +251,30 @@ class Runner:
     def _take_batch(self) -> None:
         start, words = self.ring.read, self.ring.take()
         self._start, self._at, self._batch = start, 0, words
-        line = None if observing.line is None else self._track(observing.line)
+        if observing.line is not (self._line and self._line[0]):
+            line = observing.line
+            self._line = line and (line, line.new_track(f"stream of {self.channel.peer}, {self.device}"))
         at, end = 0, len(words)
         while at < end:
-            if self._ahead:
+            if self._looks:
                 if self._put_off(words, at, start):
                     at += words[at] >> 8
                     continue
                 while self._board and words[at] & 255 not in _NEW:  # it sees all that was posted before
                     self._run_next()
                 self._start, self._batch = start, words
-            head = words[at]
-            if head & 255 == ring.LAST:
-                self.stopped = True
-                break
             self._at = at
-            self._message(words, at, line)
-            if self._ahead and self.void is not None:
+            self._message(words, at)
+            if self._looks and self.void is not None:
                 self._run_in_order()
-            at += head >> 8
+            at += words[at] >> 8
 
-    def _message(self, words: list[int], at: int, line: tuple[Any, int] | None) -> None:
+    def _message(self, words: list[int], at: int) -> None:
         try:
-            if line is None:
+            if self._line is None:
                 self._run[words[at] & 255](words, at + 1)
             else:
-                self._run_noted(*line, words, at)
+                self._run_noted(*self._line, words, at)
         except RdmaError:
             raise
         except BaseException as error:  # no memory for what has come, say: what it was to be is void
@@ -308,8 +286,8 @@ class Runner:
 
     # -- looking ahead
 
-    def _look_ahead(self, words: list[int], at: int) -> None:
-        self._ahead += words[at]
+    def _ahead(self, words: list[int], at: int) -> None:
+        self._looks += words[at]
 
     def _put_off(self, words: list[int], at: int, start: int) -> bool:
         """Whether a message may be run later; it will be. Names whose numbers differ in the last 20 bits are of one post."""
@@ -356,7 +334,7 @@ class Runner:
 
     def _run_entry(self, entry: Entry) -> None:
         self._start, self._at, self._batch = entry.start, entry.at, entry.words
-        self._message(entry.words, entry.at, None if observing.line is None else self._track(observing.line))
+        self._message(entry.words, entry.at)
 
     def _run_in_order(self) -> None:
         """An operation has failed. What was posted before it is run, and may turn out to have failed first."""
@@ -368,11 +346,6 @@ class Runner:
         self.void = first
 
     # -- seeing it
-
-    def _track(self, line: Any) -> tuple[Any, int]:
-        if self._line is None or self._line[0] is not line:
-            self._line = line, line.new_track(f"stream of {self.channel.peer}, {self.device}")
-        return self._line
 
     def _run_noted(self, line: Any, track: int, words: list[int], at: int) -> None:
         head, begin = words[at], time.monotonic_ns()
@@ -456,9 +429,6 @@ class Runner:
                 at += 2
             elif kind == "c":
                 arguments.append(value)
-            elif kind == "f":
-                arguments.append(FLOAT.unpack(INT.pack(words[at]))[0])
-                at += 1
             else:
                 found, at = self._argument(kind, value, words, at)
                 arguments.append(found)
@@ -610,6 +580,9 @@ class Runner:
     def _forget(self, words: list[int], at: int) -> None:
         self.signatures.clear()
 
+    def _last(self, words: list[int], at: int) -> None:
+        self.stopped = True
+
     def _state(self, words: list[int], at: int) -> None:
         self.default = set_flags(loads(ring.as_bytes(words, at)), self.device.type)
 
@@ -620,16 +593,15 @@ class Runner:
 
     def _replay(self, words: list[int], at: int) -> None:
         program, base, given = self.values[words[at]], words[at + 1], words[at + 2 : at - 1 + (words[at - 1] >> 8)]
-        line = self._line if observing.line is not None else None
         reached = 0
-        if line is None and self.void is None:
+        if self._line is None and self.void is None:
             reached = program.run(self.values, base, given, self._run, self)
             if reached < 0:
                 self.operations += program.operations
                 return
         messages = program.messages(base, given)
         while reached < len(messages):
-            self._message(messages, reached, line)
+            self._message(messages, reached)
             reached += messages[reached] >> 8
 
     def _rename(self, words: list[int], at: int) -> None:

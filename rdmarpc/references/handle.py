@@ -287,14 +287,7 @@ def check(handle: RRef[Any], what: str) -> None:
 
 
 def ask(
-    handle: RRef[Any],
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = -1.0,
-    flags: int = 0,
-    *,
-    future: bool = False,
+    handle: RRef[Any], function: Any, args: Any, kwargs: Any = None, timeout: float = -1.0, flags: int = 0, future: bool = False
 ) -> here.Call:
     """Start a call to the owner whose arguments have the number of the reference among them, and no fork of it. Ours is kept
     until the answer, however late: a fetch of a value that the owner may have dropped would wait for ever."""

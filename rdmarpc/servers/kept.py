@@ -35,10 +35,6 @@ class Kept:
         the same tensor still, its value)."""
 
     @property
-    def empty(self) -> bool:
-        return self._store is None
-
-    @property
     def store(self) -> Room:
         """The room where the parameters lie, in the order of the bundles."""
         if self._store is None:

@@ -95,18 +95,14 @@ class Server(threading.Thread):
 
     # -- any thread
 
-    @property
-    def error(self) -> Exception | None:
-        return self.end.error
-
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of this server, or of its ``Kept`` (``kept.ASKED``), on its thread between two steps. Returns the
         result."""
         future: Future[Any] = Future()
         of = self._kept if method in ASKED else self
         with self._lock:
-            if self.error is not None:
-                raise fresh(self.error)
+            if self.end.error is not None:
+                raise fresh(self.end.error)
             self._jobs.append((lambda: getattr(of, method)(*args), future))
             self.station.poller.kick()
         try:
@@ -121,7 +117,7 @@ class Server(threading.Thread):
         """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the
         slowest."""
         for worker in self.workers:
-            if self._closing or self.error is not None:
+            if self._closing or self.end.error is not None:
                 return
             try:
                 self.station.channels(worker)
@@ -133,7 +129,7 @@ class Server(threading.Thread):
         self._closing = True
         if self.is_alive() and threading.current_thread() is not self:
             with self._lock:
-                if self.error is None:
+                if self.end.error is None:
                     self.station.poller.kick()
             self.join(5.0)
 
@@ -146,7 +142,7 @@ class Server(threading.Thread):
         if worker in self._clients or worker not in self.workers:
             why = f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
             raise ValueError(why)
-        if self._kept.empty:
+        if not self._clients:
             self._kept.hold(Room(self.station.device, weights), 0 if gradients is None else len(gradients))
         _same_tensors(self._kept.store.bundle, weights, worker)
         inlet = None
@@ -379,7 +375,7 @@ def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
 
 def why(model: str) -> bytes:
     """Called at a server: the error that ended it, as ``message/errors`` has it; empty if there is none."""
-    error = _find(model).error
+    error = _find(model).end.error
     return b"" if error is None else errors.dump(error, _agent.current().me)
 
 
@@ -392,11 +388,11 @@ def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = 
         with _lock:
             _expect_no_more(table, model, worker)
         return
-    if server.error is None:
+    if server.end.error is None:
         try:
             server.ask("leave", worker, why, lost, status)
         except Exception:
-            if server.error is None:
+            if server.end.error is None:
                 raise
     last = _forget(table, model, worker)
     if last is not None:

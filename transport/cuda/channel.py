@@ -246,7 +246,7 @@ class CudaChannel(ShmChannel):
 
     # -- what needs memory that the processor reaches
 
-    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window | None:
         self._host_only(remote)
         return super()._window(remote, local, notify)
 

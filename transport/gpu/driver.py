@@ -56,7 +56,6 @@ _POINTER, _STREAM, _EVENT, _CONTEXT = c_uint64, c_void_p, c_void_p, c_void_p  # 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
-    "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_char_p, c_int),

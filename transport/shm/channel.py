@@ -126,12 +126,9 @@ class ShmChannel(Channel):
             raise self.ended()
         return DONE
 
-    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window | None:
         address, mapped = self.resolve(remote, write=True)
-        if not mapped:
-            why, hint = "a window needs memory of the peer's arena", "let the peer make it by channel.empty()"
-            raise NotSupported(why, peer=self.peer, device=self.device.name, hint=hint)
-        return ShmWindow(self, address, local, notify)
+        return ShmWindow(self, address, local, notify) if mapped else None
 
     def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
         known = remote.resolved

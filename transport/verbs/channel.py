@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..channel import Channel, Local, Pair, Window, Work, check_notify, sort_pair
-from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
+from ..errors import PeerLost, RdmaError, fresh, kept
 from ..listening import Questions
 from ..memory.mapping import anonymous
 from ..nic.native import QueuePair
@@ -90,12 +90,9 @@ class VerbsChannel(Channel):
         self.places.use(transfer, (remote for remote, *_ in sides))
         return transfer
 
-    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window:
+    def _window(self, remote: RemoteRegion, local: torch.Tensor, notify: int) -> Window | None:
         place = self.places.resolve(remote, self, write=True)
-        if not self.places.stays(remote):
-            why, hint = "a window needs memory of the peer's arena", "let the peer make it by channel.empty()"
-            raise NotSupported(why, peer=self.peer, device="verbs", hint=hint)
-        return VerbsWindow(self, remote, place, local, notify)
+        return VerbsWindow(self, remote, place, local, notify) if self.places.stays(remote) else None
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
         return Expectation(self, imm, count, self.count(imm), self.local.arrived)

@@ -79,20 +79,9 @@ ASYNC_EVENT_BYTES = 16
 ASYNC_EVENT_TYPE = 8
 
 # enum ibv_qp_attr_mask: the bit that says that a field of struct ibv_qp_attr is set
-QP_ATTR_MASK = {
-    "qp_state": 1 << 0,
-    "qp_access_flags": 1 << 3,
-    "pkey_index": 1 << 4,
-    "port_num": 1 << 5,
-    "ah_attr": 1 << 7,
-    "path_mtu": 1 << 8,
-    "timeout": 1 << 9,
-    "retry_cnt": 1 << 10,
-    "rnr_retry": 1 << 11,
-    "rq_psn": 1 << 12,
-    "max_rd_atomic": 1 << 13,
-    "min_rnr_timer": 1 << 15,
-    "sq_psn": 1 << 16,
-    "max_dest_rd_atomic": 1 << 17,
-    "dest_qp_num": 1 << 20,
-}
+_FIELDS = (
+    "qp_state", "cur_qp_state", "en_sqd_async_notify", "qp_access_flags", "pkey_index", "port_num", "qkey", "ah_attr",
+    "path_mtu", "timeout", "retry_cnt", "rnr_retry", "rq_psn", "max_rd_atomic", "alt_path", "min_rnr_timer", "sq_psn",
+    "max_dest_rd_atomic", "path_mig_state", "cap", "dest_qp_num",
+)  # fmt: skip
+QP_ATTR_MASK = {field: 1 << bit for bit, field in enumerate(_FIELDS)}

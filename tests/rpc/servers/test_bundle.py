@@ -240,8 +240,8 @@ class World:
 
             def explain(server: str) -> BaseException:
                 # The alarm comes when the error is there.
-                assert self.server.error is not None
-                return self.server.error
+                assert self.server.end.error is not None
+                return self.server.end.error
 
             trainer = Trainer(Station(name, device, {"s": channel}.__getitem__, timeout), explain)
             half = trainer.add(weights, gradients)

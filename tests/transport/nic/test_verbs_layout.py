@@ -34,6 +34,7 @@ FIELDS = {
 WC_FIELDS = ("wr_id", "status", "opcode", "vendor_err", "byte_len", "imm_data", "qp_num", "src_qp", "wc_flags")
 MASKS = {
     "qp_state": "STATE",
+    "cur_qp_state": "CUR_STATE",
     "qp_access_flags": "ACCESS_FLAGS",
     "port_num": "PORT",
     "ah_attr": "AV",
