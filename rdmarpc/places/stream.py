@@ -509,7 +509,7 @@ class Stream:
         number = next(_numbers)
         descriptor, notify = self._manage(runners.new_region, number, source.worker if source else "", nbytes)
         if source is None:
-            return Region(number, nbytes, Landing(self.channel, RemoteRegion.load(descriptor), None))
+            return Region(number, nbytes, Landing(self.link, RemoteRegion.load(descriptor), None))
         source._manage(runners.reach_region, number, self.worker, descriptor, notify)
         return Region(number, nbytes, None)
 
