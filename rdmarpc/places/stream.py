@@ -234,7 +234,7 @@ class Stream:
         self.forgotten = 0
         """How often the forms of calls, and so their numbers, were forgotten."""
         self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)
-        self.link = agent.connections.to(worker.number)
+        self.link = agent.connections.to(worker.number, time.monotonic() + self.timeout if self.timeout else None)
         channel = self.channel = self.link.channel
         self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
         self._done_memory = channel.empty(64, dtype=torch.uint8).zero_()
