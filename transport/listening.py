@@ -130,9 +130,12 @@ class ListeningDevice(Device):
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         self.check()
+        text = peer.decode("ascii", "replace")
         if why := self.why_not(peer):
-            raise NotSupported(f"{self.name} cannot reach {peer!r}: {why}", device=self.name, hint=self._others)
-        where, uid = self._where(peer.decode("ascii", "replace"))
+            alike = peer.partition(b":")[0] == self.address.partition(b":")[0]
+            hint = self._others if alike else "the same transport at every worker"
+            raise NotSupported(f"{self.name} cannot reach {text!r}: {why}", device=self.name, hint=hint)
+        where, uid = self._where(text)
         deadline = time.monotonic() + of_socket(timeout)
         try:
             prove = partial(self._prove, initiator=True, expect=uid)
@@ -270,9 +273,11 @@ def reach(dial: Callable[[float], socket.socket], prove: Callable[..., _Proven],
         pause = min(2 * pause, _LAST_PAUSE_S)
 
 
-def failure(sock: socket.socket) -> PeerLost | None:
-    """Why an encrypted stream ended, where it was not the peer's end. ``None`` also for any other stream."""
-    return getattr(sock, "failure", None)
+def failure(sock: socket.socket, peer: str = "") -> PeerLost | None:
+    """Why an encrypted stream ended, where it was not the peer's end. ``None`` also for any other stream. ``peer``: its name,
+    where it is known."""
+    found = getattr(sock, "failure", None)
+    return found(peer) if found is not None else None
 
 
 def prepare(tls: bool | TlsOptions, secret: bytes, device: str) -> Tls | None:

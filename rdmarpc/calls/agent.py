@@ -179,15 +179,18 @@ class Agent:
     def _get_device_map(self, to: WorkerInfo) -> DeviceMap:
         return self.options.device_maps.get(to.name, {})
 
-    def channel(self, worker: str) -> Channel:
-        """The channel to a worker, the same one at both ends. Connects if need be. The connection to this worker itself has
-        both ends here: this is the one that asks, ``serving`` the other."""
-        return self.connections.to(self.resolve(worker).number).channel
+    def link(self, worker: str) -> Link:
+        """The link to a worker. Its channel is the same one at both ends. Connects if need be. The connection to this worker
+        itself has both ends here: this is the one that asks, ``serving`` the other."""
+        return self.connections.to(self.resolve(worker).number)
 
-    def serving(self, worker: str) -> Channel:
-        """The channel by which a worker reaches us."""
-        found = self.channel(worker)
-        return found if worker != self.name else self.links.other_end(self.number).channel
+    def channel(self, worker: str) -> Channel:
+        return self.link(worker).channel
+
+    def serving(self, worker: str) -> Link:
+        """The link by which a worker reaches us."""
+        found = self.link(worker)
+        return found if worker != self.name else self.links.other_end(self.number)
 
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
         """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block. A bound method is

@@ -138,13 +138,15 @@ class Termination:
         if agent.me.id == 0:
             for info in agent.workers:
                 if info.id:
-                    agent.connections.to(info.number)
+                    agent.connections.to(info.number, deadline)
         for number in itertools.count():
             # After a loss others may never let go of a function that runs here.
             while not agent.idle and self._error is None:
                 self._sleep(threading.Event(), deadline, 0.001, own=number == 0)
             self._check()
             arrived = self._waiting = threading.Event()
+            if number == 0:  # a call would wait for that for as long as it takes
+                agent.connections.to(leader.number, deadline)
             _, sent, answered, *_ = agent.links.counts
             future = agent.call_async(leader, _report, (number, sent, answered), None, 0, control=True)
             future.add_done_callback(lambda _, arrived=arrived: arrived.set())

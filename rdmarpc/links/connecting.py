@@ -14,6 +14,7 @@ from ..transport import (
     AuthenticationError,
     Channel,
     Device,
+    NotSupported,
     PeerLost,
     TransferTimeout,
     broken_by,
@@ -171,6 +172,9 @@ class Connections:
                 self._connecting.discard(number)
             if isinstance(error, OSError):  # this process, or host, lacks something
                 raise broken_by(error, "connecting", peer=record.name, device=self._device.name) from error
+            if isinstance(error, AuthenticationError | NotSupported):  # they speak of the address, if of anybody
+                text = f"worker {record.name} cannot be reached: {error.message}"
+                raise type(error)(text, peer=record.name, status=error.status, hint=error.hint) from error.__cause__
             raise
         link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
         return None

@@ -234,7 +234,7 @@ class Stream:
         self.forgotten = 0
         """How often the forms of calls, and so their numbers, were forgotten."""
         self._lines: deque[tuple[int, str, CodeType, int]] = deque(maxlen=_LINES)
-        self.link = agent.connections.to(worker.number)
+        self.link = agent.connections.to(worker.number, time.monotonic() + self.timeout if self.timeout else None)
         channel = self.channel = self.link.channel
         self._reply_memory = channel.empty(REPLY_BYTES, dtype=torch.uint8)
         self._done_memory = channel.empty(64, dtype=torch.uint8).zero_()
@@ -509,7 +509,7 @@ class Stream:
         number = next(_numbers)
         descriptor, notify = self._manage(runners.new_region, number, source.worker if source else "", nbytes)
         if source is None:
-            return Region(number, nbytes, Landing(self.channel, RemoteRegion.load(descriptor), None))
+            return Region(number, nbytes, Landing(self.link, RemoteRegion.load(descriptor), None))
         source._manage(runners.reach_region, number, self.worker, descriptor, notify)
         return Region(number, nbytes, None)
 

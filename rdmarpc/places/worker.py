@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..calls.agent import Agent
-from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, kernels
+from ..links.ring import Link
+from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, fresh, kernels
 from . import observing, ring
 from .flags import at_default, at_precisions, set_flags
 from .geometry import Geometry, bare, dressed, geometry, lies_anywhere, over, room, view
@@ -145,8 +146,8 @@ class Runner:
     """One stream. ``open`` begins its thread; ``stop`` may be called by any thread."""
 
     def __init__(self, agent: Agent, caller: str, device: torch.device) -> None:
-        self.channel, self.device, self._me = agent.serving(caller), device, agent.name
-        self._serving, self._reaching = agent.serving, agent.channel
+        self.channel, self.device, self._me = agent.serving(caller).channel, device, agent.name
+        self._serving, self._reaching = agent.serving, agent.link
         self.values: dict[int, Any] = {}
         self.metas: dict[int, Geometry] = {}
         self.signatures: dict[int, Signature] = {}
@@ -155,8 +156,8 @@ class Runner:
         """Memory of ours, by number, into which the caller or another worker writes."""
         self.remote: dict[int, Landing] = {}
         """Memory of other workers, by number, into which we write."""
-        self.sources: dict[int, tuple[Channel, int]] = {}
-        """By region: the channel of the other worker that writes into it, and the record that counts its copies."""
+        self.sources: dict[int, tuple[Link, int]] = {}
+        """By region: the link to the other worker that writes into it, and the record that counts its copies."""
         self.arrived: dict[int, int] = {}
         self.void: Void | None = None
         self.stopped = False
@@ -193,20 +194,21 @@ class Runner:
 
     def region(self, number: int, source: str, nbytes: int) -> tuple[bytes, int]:
         """Memory for what ``source`` sends ("" is the caller): its descriptor, and the notification that announces it."""
-        channel = self._serving(source) if source else self.channel
+        link = self._serving(source) if source else None
+        channel = link.channel if link else self.channel
         memory = channel.device.arena.note(channel.empty(nbytes, dtype=torch.uint8), "what streams send")
         notify = channel.take_numbers(1) if source else 0
         self.regions[number] = memoryview(memory.numpy()).cast("B")
-        if source:
-            self.sources[number] = channel, channel.count(notify).record
+        if link:
+            self.sources[number] = link, channel.count(notify).record
             self.arrived[number] = kernels.load(self.sources[number][1])
         return channel.device.export(memory), notify
 
     def reach(self, number: int, target: str, descriptor: bytes, notify: int) -> None:
         """Memory of another worker's."""
-        channel = self._reaching(target)
-        self.remote[number] = Landing(channel, RemoteRegion.load(descriptor), notify)
-        self._makes_in_arena |= channel.registered_only
+        link = self._reaching(target)
+        self.remote[number] = Landing(link, RemoteRegion.load(descriptor), notify)
+        self._makes_in_arena |= link.channel.registered_only
 
     def stop(self) -> None:
         """End the stream. Returns when nothing of it runs any more, or after some seconds."""
@@ -318,8 +320,8 @@ class Runner:
         if entry is None:
             region, entry = next(iter(self._board.landings.items()))
             self._start, self._at, self._batch = entry.start, entry.at, entry.words
-            channel, record = self.sources[region]
-            kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, channel.port)
+            link, record = self.sources[region]
+            kernels.wait_count(record, self.arrived[region] + 1, kernels.SPIN, _GLANCE_NS, link.channel.port)
             self._tell()
             if self.stopped:
                 raise PeerLost(f"worker {self._me} leaves", peer=self._me)
@@ -360,9 +362,9 @@ class Runner:
             found = self.signatures.get(words[at + (1 if kind == ring.OPERATION else 2)])
             return "an operation" if found is None else found.name.removeprefix("aten::")
         if kind == ring.LAND and words[at + 3] in self.sources:
-            return f"a copy from {self.sources[words[at + 3]][0].peer}"
+            return f"a copy from {self.sources[words[at + 3]][0].name}"
         if kind == ring.SEND:
-            return f"a copy to {self.remote[words[at + 4]].channel.peer}"
+            return f"a copy to {self.remote[words[at + 4]].link.name}"
         if kind == ring.REPLAY:
             return "a graphed step"
         return _SHOWN.get(kind, "names and tables")
@@ -630,7 +632,7 @@ class Runner:
         if region in self.sources:
             self._await(region)
             if int.from_bytes(buffer[offset : offset + 8], "little") == _VOID:
-                source = self.sources[region][0].peer
+                source = self.sources[region][0].name
                 self.void = self.void or self._void(Derived(f"worker {source} has not computed it"))
             offset += HEAD_BYTES
         if self.void is not None:
@@ -641,19 +643,20 @@ class Runner:
 
     def _arrived(self, region: int) -> bool:
         """Whether the next copy into a region is here, or will never be."""
-        channel, record = self.sources[region]
-        return channel.error is not None or kernels.load(record) > self.arrived[region]
+        link, record = self.sources[region]
+        return link.channel.error is not None or kernels.load(record) > self.arrived[region]
 
     def _await(self, region: int) -> None:
         """Wait until the next thing has come from the worker that writes into this region."""
-        (channel, record), target = self.sources[region], self.arrived[region] + 1
+        (link, record), target = self.sources[region], self.arrived[region] + 1
+        channel = link.channel
         while kernels.load(record) < target:
             if kernels.wait_count(record, target, kernels.SPIN, kernels.SLICE_NS, channel.port) != kernels.OK:
                 if self.stopped:
                     raise PeerLost(f"worker {self._me} leaves", peer=self._me)
                 self.channel.check()
                 if channel.error is not None:
-                    self._fail(channel.error)
+                    self._fail(link.why(channel.error))
                     return
         self.arrived[region] = target
 
@@ -759,8 +762,9 @@ def _changed(signature: Signature, found: torch.Tensor, wanted: Geometry | None)
 class Landing:
     """Memory of another process into which tensors are written. One thread."""
 
-    def __init__(self, channel: Channel, remote: RemoteRegion, notify: int | None) -> None:
-        self.channel, self.remote, self.notify = channel, remote, notify
+    def __init__(self, link: Link, remote: RemoteRegion, notify: int | None) -> None:
+        self.link, self.remote, self.notify = link, remote, notify
+        self.channel = channel = link.channel
         self.mapped = channel.map(remote)
         if self.mapped is None and notify is not None:
             self._heads = channel.empty(2 * HEAD_BYTES, dtype=torch.uint8).zero_().split(HEAD_BYTES)
@@ -782,9 +786,12 @@ class Landing:
 
     def put(self, offset: int, shift: int, tensor: torch.Tensor) -> None:
         """Write the numbers of a bare tensor, with its strides. They are there when anything that this thread sends later
-        is."""
+        is. A worker that is lost is named with its reason."""
         nbytes = room(geometry(tensor), shift)[0]
-        write_strided(self.channel, self.remote[offset : offset + nbytes], shift, tensor, self.mapped, offset)
+        try:
+            write_strided(self.channel, self.remote[offset : offset + nbytes], shift, tensor, self.mapped, offset)
+        except PeerLost as error:
+            raise fresh(self.link.why(error)) from None
 
 
 def write_strided(

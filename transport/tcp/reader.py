@@ -228,7 +228,9 @@ class Reader:
                     self.heard = True
                     if got == 0:
                         why = "the peer's process ended, or it aborted"
-                        return failure(self._sock) or PeerLost(why, peer=self._posts.peer, device="tcp", status="EOF")
+                        return failure(self._sock, self._posts.peer) or PeerLost(
+                            why, peer=self._posts.peer, device="tcp", status="EOF"
+                        )
                     room -= got
                     if got < wanted:
                         break
@@ -236,7 +238,7 @@ class Reader:
                 pass
             except OSError as error:
                 broken = PeerLost(f"the connection broke: {error}", peer=self._posts.peer, device="tcp", status="BROKEN")
-                return failure(self._sock) or broken
+                return failure(self._sock, self._posts.peer) or broken
             except RdmaError as error:
                 return error
             self._send_ack()

@@ -241,10 +241,10 @@ class SealedStream(socket.socket):
         """Set an option of the TCP socket: all options that are set here concern the network."""
         self._relay.tcp.setsockopt(*args)
 
-    @property
-    def failure(self) -> PeerLost | None:
-        """Why the stream ended, where it was not the peer's end. Known when the end has come."""
-        return self._relay.failure("{}:{}".format(*self._peer_name))
+    def failure(self, peer: str) -> PeerLost | None:
+        """Why the stream ended, where it was not the peer's end. Known when the end has come. ``peer``: as the error names it,
+        by default its address."""
+        return self._relay.failure(peer or "{}:{}".format(*self._peer_name))
 
 
 class Tls:

@@ -150,10 +150,10 @@ class ControlStream:
             return []
         except OSError as error:
             broken = PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN")
-            raise failure(self.sock) or broken from None
+            raise failure(self.sock, self.peer) or broken from None
         if not data:
             ended = PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="verbs", status="EOF")
-            raise failure(self.sock) or ended
+            raise failure(self.sock, self.peer) or ended
         self.heard = True
         data = self._rest + data
         whole = len(data) // MESSAGE.size * MESSAGE.size

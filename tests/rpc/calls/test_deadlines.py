@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from called import hold_the_gil, identity, stop
-from group import dismiss, on_every_device, until_dismissed
+from group import dismiss, on_every_device, results, until_dismissed
 from timing import after
 
 import rdmarpc as rpc
@@ -230,3 +230,23 @@ def test_a_call_whose_answer_cannot_be_read_ends_at_its_deadline(how):
     for device, outcomes in found.items():
         survivors = (0, 2) if how == "dies" else (0, 1, 2)
         assert [outcomes[rank].result for rank in survivors] == ["survived"] * len(survivors), (device, outcomes)
+
+
+def is_first_reached_late(rank):
+    """Worker 1 holds the GIL as worker 0 connects to it for its first tensor there."""
+    if rank == 1:
+        hold_the_gil(3 * DEADLINE)
+    else:
+        time.sleep(0.5)
+        begin = time.monotonic()
+        with pytest.raises(rpc.TransferTimeout, match="worker1"):
+            torch.ones(3).to(rpc.device("worker1"))
+        assert time.monotonic() - begin < 2 * DEADLINE
+        assert rpc.rpc_sync("worker1", identity, (1,), timeout=30) == 1
+        assert (torch.ones(3).to(rpc.device("worker1")) + 1).tolist() == [2, 2, 2]
+    rpc.shutdown()
+
+
+def test_the_first_tensor_at_a_worker_has_its_time_too():
+    for outcomes in on_every_device(is_first_reached_late, each={0: {"rpc_timeout": DEADLINE}}).values():
+        results(outcomes)

@@ -162,9 +162,30 @@ def in_a_step(meeting):
         pass
 
 
+def in_what_is_sent(meeting):
+    """They write plain tensors to worker 1: what is told in the midst of a copy comes from the connection."""
+    if meeting.rank == 1:
+        meeting.hear("waits/0", "waits/2")
+        raise ValueError("the first cause")
+    x = torch.ones(1 << 20)
+    x.to(rpc.device("worker1"))
+    meeting.say(f"waits/{meeting.rank}")
+    while True:
+        x.to(rpc.device("worker1"))
+
+
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 @pytest.mark.parametrize(
-    "scenario", [in_main, in_a_step, while_others_shut_down, with_a_slow_reader, in_a_finally, by_another_one]
+    "scenario",
+    [
+        in_main,
+        in_a_step,
+        in_what_is_sent,
+        while_others_shut_down,
+        with_a_slow_reader,
+        in_a_finally,
+        by_another_one,
+    ],
 )
 def test_the_others_name_it(tmp_path, device, scenario):
     codes, outs = _run(tmp_path, scenario, device)

@@ -14,7 +14,7 @@ from logging.handlers import BufferingHandler
 
 import pytest
 import torch
-from called import held
+from called import held, hold_the_gil
 from group import dismiss, on_every_device, results, run_group, until_dismissed
 from ports import free_port
 from timing import eventually
@@ -140,6 +140,26 @@ def comes_too_late(rank):
     else:
         eventually(lambda: bool(agent.current().links.lost))
         rpc.shutdown(graceful=False)
+
+
+def is_not_connected_to(rank):
+    """Worker 1 holds the GIL as the others connect to it for the first time, which they would await for a minute."""
+    if rank == 1:
+        hold_the_gil(8)
+        with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
+            rpc.shutdown(timeout=20)
+        return
+    time.sleep(1)
+    begin = time.monotonic()
+    with pytest.raises(rpc.TransferTimeout, match="worker1"):
+        rpc.shutdown(timeout=1)
+    assert time.monotonic() - begin < 5
+    time.sleep(8)
+
+
+def test_shutdown_keeps_its_time_while_it_connects():
+    for outcomes in on_every_device(is_not_connected_to).values():
+        results(outcomes)
 
 
 def has_an_unanswered_call(rank):

@@ -132,6 +132,28 @@ def test_device_maps_are_checked_at_every_worker(each, text):
         assert text in outcome.text
 
 
+def tries_the_other(kind, text, rank):
+    other = f"worker{1 - rank}"
+    for wait in (lambda: rpc.rpc_sync(other, abs, (-1,)), lambda: torch.ones(3).to(rpc.device(other))):
+        with pytest.raises(kind, match=f"worker {other} cannot be reached: ") as caught:
+            wait()
+        assert text in str(caught.value) and caught.value.peer == other
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize(
+    ("each", "kind", "text"),
+    [
+        ({0: {"transport": "shm"}, 1: {"transport": "tcp"}}, rpc.NotSupported, "the same transport at every worker"),
+        ({0: {"transport": "tcp"}, 1: {"transport": "auto"}}, rpc.NotSupported, "the same transport at every worker"),
+        ({0: {"tls": True}, 1: {"tls": False}}, rpc.AuthenticationError, "tls at every worker, or at none"),
+    ],
+)
+def test_workers_that_cannot_reach_each_other_say_so_by_name(each, kind, text):
+    options = {"transport": "tcp", "secret": "of this test, and of no other one"}
+    results(run_group(partial(tries_the_other, kind, text), each={rank: {**options, **own} for rank, own in each.items()}))
+
+
 def test_torchscript_functions_and_modules_travel():
     results(run_group(scripted))
 
