@@ -26,6 +26,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from sys import getrefcount
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,7 @@ from .flags import inside, precisions, run_plain
 from .geometry import Geometry, geometry, room
 from .geometry import view as view_of
 from .names import DEVICE, place_named
-from .operators import RESIZED, Operator, aten, operator
+from .operators import RESIZED, TURNED, Operator, aten, operator
 from .ring import FLOAT, INT, decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
 from .worker import kinds, raw
@@ -57,6 +58,8 @@ _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _TOGETHER = 1 << 11
 """Elements of lists that are posted in one message."""
+_OWN_USES = 4
+"""Of a tensor without views by torch, while an operator changes it. Each view adds two."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -999,6 +1002,13 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor's geometry changes here."""
     tensor = args[0]
+    if (
+        op.name != "aten::detach_"
+        and tensor._base is None
+        and tensor._use_count() > _OWN_USES
+        and getrefcount(tensor._handle) > 2
+    ):
+        raise NotSupported(f"{op.name}: {TURNED}", hint="make a new tensor of it: x = x.t()")
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
     meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())

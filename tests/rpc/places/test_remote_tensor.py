@@ -469,6 +469,44 @@ def views() -> None:
     both(program)
 
 
+def turned() -> None:
+    """A tensor that gets another shape in place while it has views: torch would run these again over its new shape, and give
+    gradients of other elements."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x = move(torch.randn(4, 4, requires_grad=True))
+        row = x.clone()[0]
+        row.unsqueeze_(0)  # a view itself
+        (row * 2).sum().backward()
+        y = x.clone()
+        y[0].sin()
+        kept = y.detach()  # shares memory, and has no gradient
+        y.t_().squeeze_().swapaxes_(0, 1).unsqueeze_(0).transpose_(1, 2)
+        (y * y.exp()).sum().backward()
+        yield from (x.grad, kept, x.grad.t_().swapdims_(0, 1))
+        yield torch.func.grad(lambda z: (z.clone().t_().swapaxes_(0, 1) * z).sum())(x.detach())
+        yield torch.func.vmap(lambda z: z.clone().unsqueeze_(0) * 2)(x.detach())
+        with torch.inference_mode():
+            z = x.clone()
+            row = z[0]
+            yield from (z.t_(), row)
+
+    both(program)
+    x = there(torch.randn(4, 4)).requires_grad_()
+    for turn in (
+        lambda y: y.t_(),
+        lambda y: y.unsqueeze_(0),
+        lambda y: y.transpose_(0, 1),
+        lambda y: y.swapaxes_(0, 1),
+        lambda y: y.as_strided_((2, 2), (1, 2)),
+    ):
+        y = x.clone()
+        row = y[0]
+        refused(lambda y=y, turn=turn: turn(y), "there are views")
+        (grad,) = torch.autograd.grad((row * 2).sum() + y[1].sum(), x)
+        assert home(grad).tolist() == [[2.0] * 4, [1.0] * 4, [0.0] * 4, [0.0] * 4] and y.shape == (4, 4)
+
+
 def versions() -> None:
     def errors(move: Any) -> Iterator[Any]:
         for write in (
@@ -1115,7 +1153,7 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
+    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order, contexts,
     autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
     kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
     graph_is_plain, written_while_it_is_copied,
