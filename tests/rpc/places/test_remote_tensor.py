@@ -732,6 +732,11 @@ def resized() -> None:
     refused(lambda: torch.linalg.svdvals(y, out=out), "resized")
     refused(lambda: torch.linalg.solve(x, y, out=torch.zeros(4, 6)), "resized")
     refused(lambda: torch.topk(home(y), 2, out=(y[:, 0], torch.zeros(4, dtype=torch.long))), "resized")
+    for shape in ((0,), (1, 6), (100, 6)):  # what has been sent, in a message or by a write, has other shapes later, too
+        out = torch.ones(shape)
+        assert home(there(out).sum()).item() == out.numel()
+        torch.mul(torch.ones(200, 6), 2.0, out=out)
+        assert out.sum() == 2400
 
 
 def inference() -> None:
