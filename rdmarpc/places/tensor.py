@@ -999,15 +999,16 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
+def _is_viewed(tensor: RemoteTensor, strided: bool) -> bool:
+    """Whether the history of a view would be wrong after the tensor's geometry has changed in place: of a view of it or, if it
+    becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view."""
+    return strided if tensor._base is not None else tensor._use_count() > _OWN_USES and getrefcount(tensor._handle) > 2
+
+
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor's geometry changes here."""
     tensor = args[0]
-    if (
-        op.name != "aten::detach_"
-        and tensor._base is None
-        and tensor._use_count() > _OWN_USES
-        and getrefcount(tensor._handle) > 2
-    ):
+    if op.name != "aten::detach_" and _is_viewed(tensor, op.func is aten.as_strided_.default):
         raise NotSupported(f"{op.name}: {TURNED}", hint="make a new tensor of it: x = x.t()")
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
@@ -1132,3 +1133,29 @@ def _number(name: str) -> Callable[[RemoteTensor], Any]:
 
 for _name in ("__bool__", "__int__", "__index__", "__float__", "__complex__"):
     setattr(RemoteTensor, _name, _number(_name))
+
+
+def _turned(name: str) -> Callable[..., RemoteTensor]:
+    """A view that gets another shape in place. Once its base is written, torch would run it again without that: it is exchanged
+    for a view of its new shape."""
+    method, like = getattr(torch.Tensor, f"{name}_"), getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def turned(tensor: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
+        if tensor._base is None or tensor.is_inference():
+            return method(tensor, *args, **kwargs)
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf, made = tensor.is_leaf and tensor.requires_grad, like(tensor, *args, **kwargs)
+        if leaf or (made._meta, made._offset) == (tensor._meta, tensor._offset):
+            return method(tensor, *args, **kwargs)
+        if tensor._backward_hooks or tensor.retains_grad:
+            raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=f"make a new tensor of it: x = x.{name}()")
+        method(tensor, *args, **kwargs)  # raises what torch does not allow, and the version
+        torch._C._swap_tensor_impl(tensor, made)
+        return tensor
+
+    return turned
+
+
+for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
+    setattr(RemoteTensor, f"{_name}_", _turned(_name))

@@ -771,7 +771,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The bytes from the first to the last element of a bare tensor. Not by ``numpy()``, after which torch does not resize it."""
+    """The bytes from the first to the last element of a bare tensor. After ``numpy()`` torch would not resize it any more."""
     return ctypes.string_at(tensor.data_ptr(), geometry(tensor).span * tensor.dtype.itemsize)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -491,8 +492,43 @@ def turned() -> None:
             row = z[0]
             yield from (z.t_(), row)
 
+    def views_in_place(move: Any) -> Iterator[Any]:
+        turns = (
+            lambda w: w.t_(),
+            lambda w: w.transpose_(0, 1).unsqueeze_(0).squeeze_(),
+            lambda w: w.swapdims_(-1, 0),
+        )
+        uses = (
+            lambda b, w, c: w.mul_(c).sum() + b.sum(),
+            lambda b, w, c: (b.mul_(2), w * c)[1],
+            lambda b, w, c: (w.copy_(c), w[0].mul_(5), b * b)[2],
+            lambda b, w, c: b[:2, :2] * c + b.sin()[1, 1],
+        )
+        for mode, turn, use in itertools.product((torch.enable_grad, torch.no_grad, torch.inference_mode), turns, uses):
+            x = move(torch.randn(4, 4)).requires_grad_()
+            c = move(torch.randn(2, 2)).requires_grad_()
+            for base in (x.clone(), move(torch.zeros(4, 4))):
+                w = base[1:3, :2]
+                with mode():
+                    turn(w)
+                use(base, w, c).sum().backward()
+                yield from (base, w, x.grad, c.grad, w._version)
+        b = x.clone()
+        pieces = b.unbind()
+        for write in (lambda: pieces[1].unsqueeze_(0), lambda: x[0].unsqueeze_(0)):
+            try:
+                write()
+                yield write()
+            except RuntimeError as error:
+                yield str(error)[:60]
+
     both(program)
+    both(views_in_place)
     x = there(torch.randn(4, 4)).requires_grad_()
+    y = x.clone()[0]
+    y.register_hook(lambda g: g)
+    refused(lambda: y.unsqueeze_(0), "has hooks")
+    refused(lambda: x.clone()[:2].as_strided_((2, 2), (2, 1), 1), "there are views")
     for turn in (
         lambda y: y.t_(),
         lambda y: y.unsqueeze_(0),
@@ -1158,8 +1194,8 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order, contexts,
-    autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
+    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order,
+    contexts, autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
     kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
     graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
