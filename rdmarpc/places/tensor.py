@@ -999,7 +999,7 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
-def _is_viewed(tensor: RemoteTensor, strided: bool) -> bool:
+def _is_viewed(tensor: Any, strided: bool) -> bool:
     """Whether the history of a view would be wrong after the tensor's geometry has changed in place: of a view of it or, if it
     becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view."""
     return strided if tensor._base is not None else tensor._use_count() > _OWN_USES and getrefcount(tensor._handle) > 2
