@@ -1144,9 +1144,10 @@ def _turned(name: str) -> Callable[..., RemoteTensor]:
     def turned(tensor: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
         if tensor._base is None or tensor.is_inference():
             return method(tensor, *args, **kwargs)
-        with torch.inference_mode(False), torch.enable_grad():
-            leaf, made = tensor.is_leaf and tensor.requires_grad, like(tensor, *args, **kwargs)
-        if leaf or (made._meta, made._offset) == (tensor._meta, tensor._offset):
+        made: Any = None
+        with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
+            made = None if tensor.is_leaf and tensor.requires_grad else like(tensor, *args, **kwargs)
+        if made is None or (made._meta, made._offset) == (tensor._meta, tensor._offset):  # an error is raised in torch's order
             return method(tensor, *args, **kwargs)
         if tensor._backward_hooks or tensor.retains_grad:
             raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=f"make a new tensor of it: x = x.{name}()")

@@ -515,11 +515,17 @@ def turned() -> None:
                 yield from (base, w, x.grad, c.grad, w._version)
         b = x.clone()
         pieces = b.unbind()
-        for write in (lambda: pieces[1].unsqueeze_(0), lambda: x[0].unsqueeze_(0)):
+        turns = (
+            lambda: pieces[1].unsqueeze_(0),
+            lambda: x[0].unsqueeze_(0),
+            lambda: x[0].swapdims_(0, 1),
+            lambda: b[0].swapdims_(0, 1),
+        )
+        for write in turns:
             try:
                 write()
                 yield write()
-            except RuntimeError as error:
+            except (IndexError, RuntimeError) as error:
                 yield str(error)[:60]
 
     both(program)
