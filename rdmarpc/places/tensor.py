@@ -26,6 +26,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from sys import getrefcount
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,7 @@ from .flags import inside, precisions, run_plain
 from .geometry import Geometry, geometry, room
 from .geometry import view as view_of
 from .names import DEVICE, place_named
-from .operators import RESIZED, Operator, aten, operator
+from .operators import RESIZED, TURNED, Operator, aten, operator
 from .ring import FLOAT, INT, decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
 from .worker import kinds, raw
@@ -57,6 +58,8 @@ _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _TOGETHER = 1 << 11
 """Elements of lists that are posted in one message."""
+_OWN_USES = 4
+"""Of a tensor without views by torch, while an operator changes it. Each view adds two."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -1001,9 +1004,17 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
+def _is_viewed(tensor: Any, strided: bool) -> bool:
+    """Whether the history of a view would be wrong after the tensor's geometry has changed in place: of a view of it or, if it
+    becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view."""
+    return strided if tensor._base is not None else tensor._use_count() > _OWN_USES and getrefcount(tensor._handle) > 2
+
+
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor's geometry changes here."""
     tensor = args[0]
+    if op.name != "aten::detach_" and _is_viewed(tensor, op.func is aten.as_strided_.default):
+        raise NotSupported(f"{op.name}: {TURNED}", hint="make a new tensor of it: x = x.t()")
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
     meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())
@@ -1127,3 +1138,30 @@ def _number(name: str) -> Callable[[RemoteTensor], Any]:
 
 for _name in ("__bool__", "__int__", "__index__", "__float__", "__complex__"):
     setattr(RemoteTensor, _name, _number(_name))
+
+
+def _turned(name: str) -> Callable[..., RemoteTensor]:
+    """A view that gets another shape in place. Once its base is written, torch would run it again without that: it is exchanged
+    for a view of its new shape."""
+    method, like = getattr(torch.Tensor, f"{name}_"), getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def turned(tensor: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
+        if tensor._base is None or tensor.is_inference():
+            return method(tensor, *args, **kwargs)
+        made: Any = None
+        with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
+            made = None if tensor.is_leaf and tensor.requires_grad else like(tensor, *args, **kwargs)
+        if made is None or (made._meta, made._offset) == (tensor._meta, tensor._offset):  # an error is raised in torch's order
+            return method(tensor, *args, **kwargs)
+        if tensor._backward_hooks or tensor.retains_grad:
+            raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=f"make a new tensor of it: x = x.{name}()")
+        method(tensor, *args, **kwargs)  # raises what torch does not allow, and the version
+        torch._C._swap_tensor_impl(tensor, made)
+        return tensor
+
+    return turned
+
+
+for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
+    setattr(RemoteTensor, f"{_name}_", _turned(_name))

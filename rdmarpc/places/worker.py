@@ -12,6 +12,7 @@ void stays so.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import pickle
 import threading
 import time
@@ -745,11 +746,8 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The bytes from the first to the last element of a bare tensor."""
-    if not tensor.numel():
-        return b""
-    flat = tensor.as_strided((geometry(tensor).span,), (1,))
-    return flat.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dtype.itemsize else b""
+    """The bytes from the first to the last element of a bare tensor. After ``numpy()`` torch would not resize it any more."""
+    return ctypes.string_at(tensor.data_ptr(), geometry(tensor).span * tensor.dtype.itemsize)
 
 
 def _changed(signature: Signature, found: torch.Tensor, wanted: Geometry | None) -> RuntimeError:

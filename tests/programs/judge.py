@@ -56,7 +56,8 @@ class Outcome:
 
 def home(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the value in this process's memory."""
-    return tensor.detach().cpu().clone().as_subclass(torch.Tensor)
+    found = tensor.detach().cpu().clone().as_subclass(torch.Tensor)
+    return found.rename(None) if any(getattr(found, "names", ())) else found  # torch before 2.13
 
 
 def judged(program: Program, place: Place) -> Verdict:

@@ -140,6 +140,8 @@ ALIASES = [
 ]
 
 OUT = [
+    "x = torch.ones(<3|0|1, 3>)\nkeep('sum', look(at(x, {p}).sum() + (x + {t}.real.float()[0, :3]).sum()))\n"
+    "torch.add(torch.ones(5, 6), {t}.real.float()[0], out=x)\nkeep('x', look(x))",
     "torch.<add|sub|mul|div|maximum|atan2|true_divide|pow>({t}, {t}, out={T})",
     "torch.<sin|exp|neg|abs|round|sigmoid|square>({t}, out={T})",
     "torch.<add|mul>({t}, {t}, out={T}<.t()|[:2]|[:, 1:]>)",
@@ -356,6 +358,10 @@ GRADIENTS = [
     "{T} = (lambda f: (f.requires_grad_(), (f * f).sum().backward(), f.grad)[2])({t}.detach().float().clone())",
     "a = {t}.detach().float().clone().requires_grad_()\nb = (a * 2).<retain_grad() or a|clone()>\n"
     "b.sum().backward(inputs=[a])\nkeep('inputs', look(a))",
+    "a = {t}.detach().float().clone().requires_grad_()\nb = a * 2\nw = b<[:, :4]|[:4, 2:]|.T[1:5]|.view(2, 2, 6)[0, :, :2]|>\n"
+    "w.<t_()|transpose_(0, 1)|swapaxes_(-1, 0)|unsqueeze_(0).squeeze_()|unsqueeze_(1).transpose_(0, 2)>\n"
+    "<b.mul_(3)|w.mul_(w.detach() + 1)|w[0].zero_()|b[0] = 1|w + 1>\n"
+    "((w.sin() * torch.arange(1.0 * w.numel()).view(w.shape)).sum() + b[1].exp().sum()).backward()\nkeep('turned', look(a, w))",
     "node = ({t} * {t}).grad_fn\n"
     "keep('node', [node is None, [type(n).__name__ for n, _ in node.next_functions] if node else None])",
     "a = {t}.detach().float().clone().requires_grad_()\nb = a.exp()\n"

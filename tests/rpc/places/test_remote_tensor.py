@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -469,6 +470,85 @@ def views() -> None:
     both(program)
 
 
+def turned() -> None:
+    """A tensor that gets another shape in place while it has views: torch would run these again over its new shape, and give
+    gradients of other elements."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x = move(torch.randn(4, 4, requires_grad=True))
+        row = x.clone()[0]
+        row.unsqueeze_(0)  # a view itself
+        (row * 2).sum().backward()
+        y = x.clone()
+        y[0].sin()
+        kept = y.detach()  # shares memory, and has no gradient
+        y.t_().squeeze_().swapaxes_(0, 1).unsqueeze_(0).transpose_(1, 2)
+        (y * y.exp()).sum().backward()
+        yield from (x.grad, kept, x.grad.t_().swapdims_(0, 1))
+        yield torch.func.grad(lambda z: (z.clone().t_().swapaxes_(0, 1) * z).sum())(x.detach())
+        yield torch.func.vmap(lambda z: z.clone().unsqueeze_(0) * 2)(x.detach())
+        with torch.inference_mode():
+            z = x.clone()
+            row = z[0]
+            yield from (z.t_(), row)
+
+    def views_in_place(move: Any) -> Iterator[Any]:
+        turns = (
+            lambda w: w.t_(),
+            lambda w: w.transpose_(0, 1).unsqueeze_(0).squeeze_(),
+            lambda w: w.swapdims_(-1, 0),
+        )
+        uses = (
+            lambda b, w, c: w.mul_(c).sum() + b.sum(),
+            lambda b, w, c: (b.mul_(2), w * c)[1],
+            lambda b, w, c: (w.copy_(c), w[0].mul_(5), b * b)[2],
+            lambda b, w, c: b[:2, :2] * c + b.sin()[1, 1],
+        )
+        for mode, turn, use in itertools.product((torch.enable_grad, torch.no_grad, torch.inference_mode), turns, uses):
+            x = move(torch.randn(4, 4)).requires_grad_()
+            c = move(torch.randn(2, 2)).requires_grad_()
+            for base in (x.clone(), move(torch.zeros(4, 4))):
+                w = base[1:3, :2]
+                with mode():
+                    turn(w)
+                use(base, w, c).sum().backward()
+                yield from (base, w, x.grad, c.grad, w._version)
+        b = x.clone()
+        pieces = b.unbind()
+        turns = (
+            lambda: pieces[1].unsqueeze_(0),
+            lambda: x[0].unsqueeze_(0),
+            lambda: x[0].swapdims_(0, 1),
+            lambda: b[0].swapdims_(0, 1),
+        )
+        for write in turns:
+            try:
+                write()
+                yield write()
+            except (IndexError, RuntimeError) as error:
+                yield str(error)[:60]
+
+    both(program)
+    both(views_in_place)
+    x = there(torch.randn(4, 4)).requires_grad_()
+    y = x.clone()[0]
+    y.register_hook(lambda g: g)
+    refused(lambda: y.unsqueeze_(0), "has hooks")
+    refused(lambda: x.clone()[:2].as_strided_((2, 2), (2, 1), 1), "there are views")
+    for turn in (
+        lambda y: y.t_(),
+        lambda y: y.unsqueeze_(0),
+        lambda y: y.transpose_(0, 1),
+        lambda y: y.swapaxes_(0, 1),
+        lambda y: y.as_strided_((2, 2), (1, 2)),
+    ):
+        y = x.clone()
+        row = y[0]
+        refused(lambda y=y, turn=turn: turn(y), "there are views")
+        (grad,) = torch.autograd.grad((row * 2).sum() + y[1].sum(), x)
+        assert home(grad).tolist() == [[2.0] * 4, [1.0] * 4, [0.0] * 4, [0.0] * 4] and y.shape == (4, 4)
+
+
 def versions() -> None:
     def errors(move: Any) -> Iterator[Any]:
         for write in (
@@ -694,6 +774,11 @@ def resized() -> None:
     refused(lambda: torch.linalg.svdvals(y, out=out), "resized")
     refused(lambda: torch.linalg.solve(x, y, out=torch.zeros(4, 6)), "resized")
     refused(lambda: torch.topk(home(y), 2, out=(y[:, 0], torch.zeros(4, dtype=torch.long))), "resized")
+    for shape in ((0,), (1, 6), (100, 6)):  # what has been sent, in a message or by a write, has other shapes later, too
+        out = torch.ones(shape)
+        assert home(there(out).sum()).item() == out.numel()
+        torch.mul(torch.ones(200, 6), 2.0, out=out)
+        assert out.sum() == 2400
 
 
 def inference() -> None:
@@ -1115,8 +1200,8 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, versions, hooks, second_order, contexts,
-    autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
+    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order,
+    contexts, autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
     kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
     graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
