@@ -50,6 +50,8 @@ names = itertools.count(1)
 _LOCK_S = 0.2
 _FEW, _SMALL = 16, 1 << 14
 """So many dead tensors of so many bytes wait for each other before the worker is told."""
+_VIEWS = 16
+"""So many views of a storage are kept in mind before it is looked which of them are alive."""
 _numbers = itertools.count(1)
 """Of regions, for all streams: a worker knows regions of several others by their numbers."""
 
@@ -123,7 +125,7 @@ class Storage:
     elsewhere since it was last written, by place, geometry and offset. ``anchor``: whether operations follow it
     (parameters). ``shift``: its address modulo 64."""
 
-    __slots__ = ("__weakref__", "_mirror", "anchor", "copies", "name", "nbytes", "place", "shift", "stream")
+    __slots__ = ("__weakref__", "_mirror", "_most", "_views", "anchor", "copies", "name", "nbytes", "place", "shift", "stream")
 
     def __init__(
         self, stream: Stream, name: int, nbytes: int, place: tuple[Region, int, int] | None = None, shift: int = 0
@@ -132,6 +134,19 @@ class Storage:
         self.copies: dict[Any, Any] | None = None
         self.anchor = False
         self._mirror: Mirror | None = None
+        self._views: list[weakref.ref[torch.Tensor]] = []
+        self._most = _VIEWS
+
+    def add_view(self, view: torch.Tensor) -> None:
+        """It is one of ``views`` as long as it lives."""
+        if len(self._views) >= self._most:
+            self._views = [weakref.ref(each) for each in self.views()]
+            self._most = 2 * len(self._views) + _VIEWS
+        self._views.append(weakref.ref(view))
+
+    def views(self) -> list[torch.Tensor]:
+        """The views that are alive, of whichever tensor."""
+        return [view for each in self._views if (view := each()) is not None]
 
     @property
     def mirror(self) -> Mirror:

@@ -26,7 +26,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from sys import getrefcount
 from typing import Any, cast
 
 import torch
@@ -58,8 +57,6 @@ _REMEMBERED, _FORMS = 1 << 18, 1 << 15
 """Places of forward operations, and forms of calls, that are kept: a program whose shapes or constants are ever new forgets."""
 _TOGETHER = 1 << 11
 """Elements of lists that are posted in one message."""
-_OWN_USES = 4
-"""Of a tensor without views by torch, while an operator changes it. Each view adds two."""
 _NOTHING: dict[str, Any] = {}
 _ELSEWHERE = object()
 _ASKED, _WRITTEN, _ONE, _SEVERAL = range(4)
@@ -984,17 +981,22 @@ def view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             known = _views[form] = _new_view(op, args, kwargs)
     if _inference() != base.is_inference() and op.func is not aten.view.dtype:
         with torch.inference_mode(base.is_inference()):  # as what it is a view of
-            return _viewed(base, known)
-    return _viewed(base, known)
+            return _viewed(op, base, known)
+    return _viewed(op, base, known)
 
 
-def _viewed(base: RemoteTensor, known: Any) -> Any:
+def _viewed(op: Operator, base: RemoteTensor, known: Any) -> Any:
     if type(known) is list:
-        return [_viewed(base, each) for each in known]
+        return [_viewed(op, base, each) for each in known]
     meta, ahead = known
     offset = base._offset + ahead
     whole = ahead == 0 and meta is base._meta and base._words[1] == -1
-    return wrapper(base._handle, meta, offset, -1 if whole else offset)
+    made = wrapper(base._handle, meta, offset, -1 if whole else offset)
+    if (
+        op.func is not aten.detach.default
+    ):  # to torch no view; parameters are made so, and to swap them it wants no weak reference
+        base._handle.add_view(made)
+    return made
 
 
 def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1004,10 +1006,10 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
-def _is_viewed(tensor: Any, strided: bool) -> bool:
+def _is_viewed(tensor: RemoteTensor, strided: bool) -> bool:
     """Whether the history of a view would be wrong after the tensor's geometry has changed in place: of a view of it or, if it
     becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view."""
-    return strided if tensor._base is not None else tensor._use_count() > _OWN_USES and getrefcount(tensor._handle) > 2
+    return strided if tensor._base is not None else any(each._base is tensor for each in tensor._handle.views())
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
