@@ -84,7 +84,7 @@ class Extension(nn.Module):
     _original: type[nn.Module]
 
     # It is set by a parametrization.
-    __class__ = property(lambda self: self._original, lambda self, kind: extend(self, kind, type(self).__bases__[0]))
+    __class__ = property(lambda self: self._original, lambda self, kind: extend(self, kind, type(self).__bases__[-2]))
 
 
 Extended = TypeVar("Extended", bound=Extension)
@@ -104,12 +104,24 @@ def own_names(net: nn.Module, methods: type[Extension], attributes: Sequence[str
 
 def extend(net: nn.Module, kind: type[nn.Module], methods: type[Extended]) -> Extended:
     """Make a model one of class ``kind`` that has these methods besides. Models of one class stay of one class: torch asks."""
-    found = next((each for each in kind.__subclasses__() if each.__bases__ == (methods, kind)), None)
+    found = next((each for each in kind.__subclasses__() if each.__bases__[-2:] == (methods, kind)), None)
     if found is None:
         names = {"_original": getattr(kind, "_original", kind), "__module__": kind.__module__, **own_names(net, methods)}
-        found = type(kind.__name__, (methods, kind), names)
+        found = type(kind.__name__, (*_layout(kind), methods, kind), names)
     object.__dict__["__class__"].__set__(net, found)
     return cast(Extended, net)
+
+
+def _layout(kind: type) -> tuple[type, ...]:
+    """What stands first among the bases of a subclass, so that instances can change to it. Python compares the first base of
+    each class that has a ``__dict__``, and what that one is made from: of ``class Net(ABC, nn.Module)`` not ``object``, but
+    ``ABC``."""
+    while kind.__base__ is not None and kind.__base__.__dictoffset__:
+        kind = kind.__base__
+    without = kind.__base__
+    if without is None or without is object:
+        return ()
+    return (type(without)("Layout", (without,), {"__orig_bases__": ()}),)  # ``Generic`` refuses a subclass that says nothing
 
 
 def as_original(reduced: Any, kind: type[nn.Module], without: str) -> Any:

@@ -8,8 +8,9 @@ import inspect
 import io
 import pickle
 import warnings
+from abc import ABC
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -266,6 +267,59 @@ def the_object() -> None:
 
 def test_it_is_the_object_that_it_was(drive):
     drive(the_object)
+
+
+class Interface(Protocol):
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Slotted:
+    __slots__ = ()
+
+
+Item = TypeVar("Item")
+
+
+class Abstract(ABC, Cnn):
+    """Instances have a ``__dict__``, and what comes first among the bases has none."""
+
+
+class Typed(Generic[Item], Cnn):
+    pass
+
+
+class TypedAgain(Typed[int]):
+    pass
+
+
+class Structural(Interface, Cnn):
+    __init__, forward = Cnn.__init__, Cnn.forward
+
+
+class Mixed(Slotted, Cnn):
+    pass
+
+
+def bases_without_a_dict() -> None:
+    for kind in (Abstract, Typed, TypedAgain, Structural, Mixed):
+        torch.manual_seed(1)
+        net, twin, other = kind(), kind(), kind()
+        twin.load_state_dict(net.state_dict())
+        model = wrap(net, {"classifier": "worker1"})
+        assert model is net and model.__class__ is kind and type(model).__name__ == kind.__name__
+        assert type(wrap(other, {"classifier": "worker2"})) is type(model)
+        x = torch.randn(2, 1, 8, 8)
+        assert_same([model(x), copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x)], [twin(x)] * 3)
+        parametrizations.weight_norm(model.classifier)
+        parametrizations.weight_norm(twin.classifier)
+        assert_same(step(model, sgd(model), x, torch.tensor([1, 2])), step(twin, sgd(twin), x, torch.tensor([1, 2])))
+        model.close()
+        assert model.__class__ is kind
+        assert_same(model(x), twin(x))
+
+
+def test_classes_whose_first_base_has_no_dict(drive):
+    drive(bases_without_a_dict)
 
 
 def before() -> None:
