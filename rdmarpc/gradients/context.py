@@ -134,10 +134,7 @@ class Context:
             self.check()
             serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
             self.passes[me, serial] = run
-            oldest = serial
-            for worker, count in self.passes:
-                if worker == me:
-                    oldest = min(oldest, count)
+            oldest = min([count for worker, count in self.passes if worker == me])
         return Name(self.number, me, serial, oldest, retain_graph), run
 
     def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:

@@ -992,9 +992,8 @@ def _viewed(op: Operator, base: RemoteTensor, known: Any) -> Any:
     offset = base._offset + ahead
     whole = ahead == 0 and meta is base._meta and base._words[1] == -1
     made = wrapper(base._handle, meta, offset, -1 if whole else offset)
-    if (
-        op.func is not aten.detach.default
-    ):  # to torch no view; parameters are made so, and to swap them it wants no weak reference
+    # What detach() makes is no view to torch. Parameters are made so, and torch swaps none that has a weak reference.
+    if op.func is not aten.detach.default:
         base._handle.add_view(made)
     return made
 
