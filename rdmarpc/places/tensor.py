@@ -1015,7 +1015,8 @@ def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     """The tensor's geometry changes here."""
     tensor = args[0]
     if op.name != "aten::detach_" and _is_viewed(tensor, op.func is aten.as_strided_.default):
-        raise NotSupported(f"{op.name}: {TURNED}", hint="make a new tensor of it: x = x.t()")
+        name = op.func.__name__.partition("_.")[0]
+        raise NotSupported(f"{op.name}: {TURNED}", hint=f"make a new tensor of it: x = x.{name}(...)")
     with _BELOW(_PYTHON):
         op.func(*args, **kwargs)
     meta, offset = meta_of(geometry(tensor)), int(tensor.storage_offset())

@@ -545,6 +545,7 @@ def turned() -> None:
         y = x.clone()
         row = y[0]
         refused(lambda y=y, turn=turn: turn(y), "there are views")
+        refused(lambda y=y: y.unsqueeze_(0), r"hint: .* x = x\.unsqueeze\(")
         (grad,) = torch.autograd.grad((row * 2).sum() + y[1].sum(), x)
         assert home(grad).tolist() == [[2.0] * 4, [1.0] * 4, [0.0] * 4, [0.0] * 4] and y.shape == (4, 4)
 
