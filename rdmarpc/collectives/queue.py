@@ -345,12 +345,12 @@ class Queue:
     def _next(self) -> Work | None:
         """The next call to run; ``None`` if there was none for a while."""
         with self._lock:
-            self._waiting += 1
+            self._waiting, idle = self._waiting + 1, False
             try:
                 while not self._pending or (self.busy and not self._overdue()):
-                    heard = self._news.wait(_IDLE_S)
-                    if not self._pending and (self.ended or not heard):
+                    if not self._pending and (self.ended or idle):
                         return None
+                    idle = not self._news.wait(_IDLE_S)
                 if (held := self._held) is not None:
                     _log.warning("callbacks of %s have run for %g s: the next call goes first", held.describe, _PATIENCE_S)
                     self._held = None

@@ -155,16 +155,22 @@ def _again(scene: Scene) -> None:
     ranks = [rank for rank in range(scene.trial.size) if rank not in scene.trial.dead]
     if scene.rank not in ranks:
         return
-    if not scene.trial.dead:  # who was interrupted may be one program ahead, whose limit it waits out alone
-        meet(scene, "left", b"", 2 * _LIMIT.total_seconds())
+    scene.diary.lost |= scene.trial.dead
+    meet(scene, "left", b"", 2 * _LIMIT.total_seconds())  # who was a statement ahead waits its limit out alone
     with scene.diary.doing("again", *ranks):
         _leave()
         store, mine = dist.FileStore(f"{scene.folder}/again", -1), ranks.index(scene.rank)
         dist.init_process_group(
             "rdmarpc", store=store, rank=mine, world_size=len(ranks), pg_options=_World.options, timeout=_LIMIT
         )
-        for count in (1, 300_000):
-            x = torch.full((count,), float(mine + 1))
-            dist.all_reduce(x)
-            same(x, torch.full((count,), float(sum(range(len(ranks) + 1)))), "a sum of those that are left")
+    while dist.is_initialized():
+        with scene.diary.doing("again", *ranks):
+            for count in (1, 300_000):
+                x = torch.full((count,), float(mine + 1))
+                dist.all_reduce(x)
+                same(x, torch.full((count,), float(sum(range(len(ranks) + 1)))), "a sum of those that are left")
+            going = torch.tensor(float(scene.going))
+            dist.all_reduce(going, dist.ReduceOp.MIN)
+            if going:
+                continue
         _leave()

@@ -45,8 +45,9 @@ def judge(
             )
         elif event == "slow" and (why := _disturbed(trial, entry, times, lag)):
             problems.append(f"disturbed: worker{entry['rank']} {entry['kind']} {entry['touched']}: {why}")
-        elif event == "left" and not hung:
-            problems += _leaks(entry)
+        elif event == "left" and not hung and (leaks := _leaks(entry)):
+            errors = [each for each in entries if each["event"] == "error" and each["rank"] == entry["rank"]]
+            problems += leaks + [f"its last error: {each['kind']}: {each['text'][:300]}{each['trace']}" for each in errors[-1:]]
     for rank, code in exits.items():
         if code not in _expected_exits(trial, rank) and rank not in hung:
             problems.append(f"worker{rank} exited with {code}")
@@ -94,7 +95,7 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "nothing had happened"
     if _says(entry, "CLOSED") and "PeerLost" in entry["text"] + entry["type"]:
         return ""  # who heard of the loss first has left
-    if trial.workload == "collective" and _AFTER_A_LOSS.search(entry["text"]):
+    if trial.workload == "collective" and kind != "again" and _AFTER_A_LOSS.search(entry["text"]):
         return ""  # because of that
     if "this tensor was not computed" in entry["text"]:
         return ""  # what follows from the loss

@@ -16,6 +16,8 @@ from group import Meeting, results, run_group
 from timing import eventually
 from torch.distributed import distributed_c10d as c10d
 
+from rdmarpc.collectives import queue
+
 MIB = 1 << 20
 
 
@@ -182,6 +184,14 @@ def fail(meeting: Meeting) -> None:
 
 def test_nothing_is_kept_of_groups_that_failed():
     results(run_group(fail, 2, dynamic=True))
+
+
+def test_the_thread_of_a_group_that_ends_during_its_last_call_ends(monkeypatch: pytest.MonkeyPatch):
+    """It slept before it looked whether the group had ended."""
+    monkeypatch.setattr(queue, "_IDLE_S", 600.0)
+    calls = queue.Queue("rdmarpc-group-that-ends")
+    calls.submit(queue.Work(calls.stop, [], "the last one"), waits=False)
+    eventually(lambda: [each for each in threading.enumerate() if each.name == "rdmarpc-group-that-ends"], [])
 
 
 def test_nothing_is_kept_of_calls_that_nobody_waits_for():

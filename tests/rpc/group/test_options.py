@@ -132,12 +132,14 @@ def test_device_maps_are_checked_at_every_worker(each, text):
         assert text in outcome.text
 
 
-def tries_the_other(kind, text, rank):
-    other = f"worker{1 - rank}"
+def tries_the_other(kind, text, meeting):
+    meeting.join(world_size=2)
+    other = f"worker{1 - meeting.rank}"
     for wait in (lambda: rpc.rpc_sync(other, abs, (-1,)), lambda: torch.ones(3).to(rpc.device(other))):
         with pytest.raises(kind, match=f"worker {other} cannot be reached: ") as caught:
             wait()
         assert text in str(caught.value) and caught.value.peer == other
+    meeting.step("tried", 2)  # who leaves before is lost
     rpc.shutdown(graceful=False)
 
 
@@ -151,7 +153,8 @@ def tries_the_other(kind, text, rank):
 )
 def test_workers_that_cannot_reach_each_other_say_so_by_name(each, kind, text):
     options = {"transport": "tcp", "secret": "of this test, and of no other one"}
-    results(run_group(partial(tries_the_other, kind, text), each={rank: {**options, **own} for rank, own in each.items()}))
+    each = {rank: {**options, **own} for rank, own in each.items()}
+    results(run_group(partial(tries_the_other, kind, text), dynamic=True, each=each))
 
 
 def test_torchscript_functions_and_modules_travel():
