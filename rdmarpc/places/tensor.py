@@ -861,7 +861,12 @@ def _ask(
         one = op.identity and _one_object(args, kwargs)
         known = Known(place.tell_signature(op, takes, kwargs, one), _ASKED, list(kinds(takes)))
     base = next(names) << 20
-    known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    try:
+        known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    except BaseException:
+        if is_new:
+            place.owe([ring.FORGET, known.number])
+        raise
     place.known[form] = known
     if ("s",) in described:
         return _stays_here(place, op, described, tensors, args, kwargs)

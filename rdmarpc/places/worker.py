@@ -581,7 +581,8 @@ class Runner:
             self.void = None
 
     def _forget(self, words: list[int], at: int) -> None:
-        self.signatures.clear()
+        for number in words[at : at - 1 + (words[at - 1] >> 8)] or list(self.signatures):
+            self.signatures.pop(number, None)
 
     def _last(self, words: list[int], at: int) -> None:
         self.stopped = True

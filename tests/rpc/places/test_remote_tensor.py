@@ -1002,10 +1002,10 @@ def threads(count: int = 6, turns: int = 30) -> None:
         raise errors[0]
 
 
-def _count() -> int:
+def _count(table: str = "values") -> int:
     from rdmarpc.places import runners
 
-    return sum(len(runner.values) for held in list(runners._runners.values()) for runner in list(held.values()))
+    return sum(len(getattr(runner, table)) for held in list(runners._runners.values()) for runner in list(held.values()))
 
 
 def values_at(worker: str) -> int:
@@ -1092,6 +1092,24 @@ def freed_at_once() -> None:
         assert len(seen) == 4 and all(ref() is None for ref in seen)
     finally:
         gc.enable()
+
+
+def forgets_what_raised() -> None:
+    """A worker keeps nothing of the form of a call that has only raised; and takes it anew when it does not."""
+    x, index = there(torch.randn(5, 3)), there(torch.tensor([7]))
+    values_at(W1)
+    before = rpc.rpc_sync(W1, _count, ("signatures",))
+    for _ in range(20):
+        with pytest.raises(IndexError):
+            x[index]
+    values_at(W1)
+    assert rpc.rpc_sync(W1, _count, ("signatures",)) - before < 5
+    index.fill_(4)
+    same(x[index], home(x)[4:])
+    asked = x._handle.stream.counts["questions"]
+    found = x[index]
+    assert x._handle.stream.counts["questions"] == asked
+    same(found, home(x)[4:])
 
 
 def eventually_same(worker: str, wanted: int) -> int:
@@ -1203,8 +1221,8 @@ def graph_is_plain() -> None:
 CHECKS = (
     made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order,
     contexts, autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
-    kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
-    graph_is_plain, written_while_it_is_copied,
+    kinds_that_stay_here, crossing, threads, frees, freed_at_once, forgets_what_raised, late_errors, caught, collectives,
+    no_memory, graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
 
 
