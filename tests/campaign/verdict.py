@@ -93,9 +93,11 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "" if "PeerLost" in tree and kind == "leave" else "nothing had happened"
     if not victims:
         return "nothing had happened"
+    if kind == "again":
+        return f"it does not concern worker {sorted(victims)}"
     if _says(entry, "CLOSED") and "PeerLost" in entry["text"] + entry["type"]:
         return ""  # who heard of the loss first has left
-    if trial.workload == "collective" and kind != "again" and _AFTER_A_LOSS.search(entry["text"]):
+    if trial.workload == "collective" and _AFTER_A_LOSS.search(entry["text"]):
         return ""  # because of that
     if "this tensor was not computed" in entry["text"]:
         return ""  # what follows from the loss

@@ -12,7 +12,7 @@ import torch
 
 from ..channel import Transfer, Work
 from ..device import Device
-from ..errors import RdmaError
+from ..errors import PeerLost, RdmaError
 from ..words import kernels as words
 from ..words.atomics import FOLD_BYTES
 from ..words.signals import BELL_BYTES
@@ -123,8 +123,13 @@ class Streams:
         ``Lane.change_out``."""
         for rank, out in plan.grows:
             lane = self.lanes[rank]
-            lane.change_out(limit, check) if out else lane.change_in()
-            self._place(rank)
+            try:
+                lane.change_out(limit, check) if out else lane.change_in()
+                self._place(rank)
+            except PeerLost:
+                if lane.channel.error is None:
+                    raise
+                # A peer may leave after its last call, which is done here, too. Whoever needs it later finds that out.
         if plan.deepens:
             self.words[kernels.CALL_DEPTH] = self._most
 

@@ -276,6 +276,52 @@ def test_a_rank_that_is_held_up_for_seconds_disturbs_no_first_large_message(devi
     results(run_group(_held_up, 2, dynamic=True, environment={"RDMARPC_COLLECTIVES_DEVICE": device}, timeout=90))
 
 
+def _left_at_once(meeting: Meeting) -> None:
+    """Rank 0 leaves after the first large call. Rank 1 has not yet heard there of the memory for further ones."""
+    from rdmarpc.transport.exchange.lane import Lane
+    from rdmarpc.transport.shm.channel import LANDING, MESSAGE, ShmChannel
+
+    join(meeting, 2, "left")
+    x, rank = torch.full((300_000,), 1.0 + meeting.rank), meeting.rank
+    if rank == 1:
+        changed, change_out, heed = threading.Event(), Lane.change_out, ShmChannel._heed
+
+        def late(channel: Any, data: bytes, fds: list[int]) -> bool:
+            if MESSAGE.unpack(data)[0] == LANDING and threading.current_thread() is not threading.main_thread():
+                changed.wait(20)
+            return heed(channel, data, fds)
+
+        def waits(*args: Any) -> None:
+            meeting.hear("left")
+            try:
+                change_out(*args)
+            finally:
+                changed.set()
+
+        Lane.change_out, ShmChannel._heed = waits, late
+    meeting.step("there", 2)
+    if os.environ["TEST_CALL"] == "all_reduce":
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full_like(x, 3.0))
+    else:
+        dist.send(x, 0) if rank else dist.recv(x, 1)
+        assert torch.equal(x, torch.full_like(x, 2.0))
+    if rank == 0:
+        dist.destroy_process_group()
+        meeting.say("left")
+        return
+    meeting.hear("left")
+    assert caught(dist.barrier)[0] == "PeerLost"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "send"])
+def test_who_leaves_after_a_call_does_not_make_it_fail(call: str):
+    """``the peer closed the channel``, raised by a call that was done."""
+    environment = {"TEST_CALL": call, "RDMARPC_COLLECTIVES_DEVICE": "shm"}
+    results(run_group(_left_at_once, 2, dynamic=True, environment=environment, timeout=90))
+
+
 def _all_gone(meeting: Meeting) -> None:
     """Rank 2 is killed, and rank 1 has left because of it, when rank 0 begins a call that makes memory grow."""
     join(meeting, 3, "gone")
