@@ -271,6 +271,9 @@ class _Home(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if _modes() and _mode(_TRACING):
+            why = "a copy of a tensor at a worker would be a constant of what make_fx or torch.func.linearize traces"
+            raise NotSupported(why, hint='.cpu() what the traced function gives; outputs="here" of wrap is such a copy, too')
         found = at_place(tensor, None)
         return _own(found) if found.layout is _STRIDED else found
 
@@ -278,7 +281,9 @@ class _Home(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
-    jvp = forward
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.cpu()  # with a graph, since a loss may be made of tangents; one of vmap's stays where it is
 
 
 def _own(found: torch.Tensor) -> torch.Tensor:

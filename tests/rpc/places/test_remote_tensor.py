@@ -824,6 +824,12 @@ def functions() -> None:
             net.to(places.device(W1))
         with torch.autograd.forward_ad.dual_level():
             yield from torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x.cos()) * w[0])
+            dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+            tangent = torch.autograd.forward_ad.unpack_dual((dual @ w.requires_grad_()).cpu()).tangent
+            yield from torch.autograd.grad(tangent.square().sum(), w)
+            w.requires_grad_(False)
+        jacobian = torch.autograd.functional.jacobian
+        yield jacobian(lambda v: net(v).cpu().tanh(), x[1].clone(), vectorize=True, strategy="forward-mode").tolist()
         yield from torch.func.jvp(torch.sin, (x,), (move(torch.ones(5, 3)),))
         yield torch.func.jacfwd(lambda v: (v @ w).tanh())(x[0])
         yield [each.tolist() for each in torch.func.jvp(lambda v: (v * v).cpu().sin(), (x,), (x.cos(),))]
@@ -835,6 +841,10 @@ def functions() -> None:
         yield from (y, tangent(x.cos()))
 
     both(program)
+    x = there(torch.randn(3))
+    refused(lambda: torch.func.linearize(lambda v: v.exp().cpu(), x), "constant")
+    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda v: v.exp())(x)
+    assert torch.equal(home(traced(x + 1)), home((x + 1).exp()))
 
 
 def data() -> None:
