@@ -61,7 +61,7 @@ REFUSED = {
 """Operators that are refused, and why."""
 _IDENTITY = ("_native_multi_head_attention",)
 """Operators that read only, and compute otherwise where operands are one object."""
-_NUMBERS = ("number", "float", "Tensor", "List[number]", "List[float]")
+_NUMBERS = ("number", "float", "Optional[number]", "Optional[float]", "Tensor", "List[number]", "List[float]")
 
 
 class Operator:

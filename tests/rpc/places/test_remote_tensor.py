@@ -213,6 +213,13 @@ def numbers() -> None:
     for ours in (x.clone(), plain.clone()):
         theirs = plain.clone().apply_(abs).map_(plain, max).map2_(plain, plain, min)
         same(there(ours.apply_(abs).map_(x, max).map2_(plain, x, min)), theirs)
+    counts: list[Callable[..., torch.Tensor]] = [torch.mul, torch.clamp, torch.clamp_max, torch.nan_to_num]
+    for call in (*counts, lambda t, n: t.clamp(max=n), lambda t, n: t.clamp(1, n), lambda t, n: t.clone().clamp_(n)):
+        same(call(x, 2.5), call(plain, 2.5))
+        asked = x._handle.stream.counts["questions"]
+        found = call(x, 3.5)  # a number is no new form
+        assert x._handle.stream.counts["questions"] == asked
+        same(found, call(plain, 3.5))
 
 
 class Functional(torch.Tensor):
