@@ -28,7 +28,7 @@ from .capture import Brought, Capture, Crossed, Event, Fetched, Plain, Posted, R
 from .flags import flags_of_gpus, run_plain
 from .geometry import at_bytes, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
-from .tensor import RemoteTensor, address_of, is_parameter, wrapper
+from .tensor import RemoteTensor, address_of, gradients_of, is_parameter, storage_of, wrapper
 from .worker import HEAD_BYTES
 
 _log = logging.getLogger("rdmarpc")
@@ -85,8 +85,11 @@ class Graphed:
 
     def _without_graph(self, out: Any) -> Any:
         """Results of Python. A gradient among them is copied: the next call may write it."""
-        held = {id(grad) for ref in self._leaves.values() if (grad := _gradient(ref)) is not None}
-        return tree_map_only(torch.Tensor, lambda each: each.detach().clone() if id(each) in held else each.detach(), out)
+        modules = [module for ref in self._modules.values() if (module := ref()) is not None]
+        leaves = chain((ref() for ref in self._leaves.values()), *(module._parameters.values() for module in modules))
+        held = gradients_of(leaf for leaf in leaves if leaf is not None)
+        new = lambda each: each.detach().clone() if storage_of(each) in held else each.detach()  # noqa: E731
+        return tree_map_only(torch.Tensor, new, out)
 
     def forget(self) -> None:
         """Drop what was captured: the next calls run Python."""

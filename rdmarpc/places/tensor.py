@@ -25,7 +25,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -370,6 +370,18 @@ def address_of(tensor: RemoteTensor) -> int:
 def place_of(tensor: torch.Tensor) -> Stream | None:
     """Where a tensor lies; ``None``: here."""
     return tensor._handle.stream if type(tensor) is RemoteTensor else None
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """What is the same for tensors that share memory."""
+    if type(tensor) is RemoteTensor:
+        return tensor._handle
+    return tensor.untyped_storage()._cdata if tensor.layout is _STRIDED else id(tensor)
+
+
+def gradients_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """The storages of the gradients of those that are leaves."""
+    return {storage_of(each.grad) for each in tensors if each.is_leaf and each.grad is not None}
 
 
 # -- moving, below autograd
@@ -861,7 +873,12 @@ def _ask(
         one = op.identity and _one_object(args, kwargs)
         known = Known(place.tell_signature(op, takes, kwargs, one), _ASKED, list(kinds(takes)))
     base = next(names) << 20
-    known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    try:
+        known.single, described = place.question([ring.ASK, 0, known.number, base, *words[3:]], 1)
+    except BaseException:  # it may have written a part
+        for each in op.operands_written(args, kwargs):
+            each._handle.copies = None
+        raise
     place.known[form] = known
     if ("s",) in described:
         return _stays_here(place, op, described, tensors, args, kwargs)

@@ -550,6 +550,20 @@ def turned() -> None:
         assert home(grad).tolist() == [[2.0] * 4, [1.0] * 4, [0.0] * 4, [0.0] * 4] and y.shape == (4, 4)
 
 
+def written_in_part() -> None:
+    """What an operation has written before it failed is seen, though a copy of it was made before."""
+
+    def program(move: Any) -> Iterator[Any]:
+        for late in (torch.ones(3, dtype=torch.int64), torch.ones(2)):
+            x, y, z = move(torch.ones(3)), move(late), move(torch.full((3,), 2.0))
+            yield x.tolist()
+            with contextlib.suppress(RuntimeError):
+                torch._foreach_addcmul_([x, y], [z, z], [z, z], 0.5)
+            yield x.tolist()
+
+    both(program)
+
+
 def versions() -> None:
     def errors(move: Any) -> Iterator[Any]:
         for write in (
@@ -1012,8 +1026,9 @@ def values_at(worker: str) -> int:
     """How many tensors a worker holds for its callers."""
     gc.collect()
     for stream in places.streams():
+        stream.urgent = True  # a few small ones that have died wait for others
         stream.synchronize()
-        stream.synchronize()  # takes the names along that died before
+        stream.synchronize()
     return rpc.rpc_sync(worker, _count)
 
 
@@ -1201,9 +1216,9 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order,
-    contexts, autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
-    kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
+    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, written_in_part, versions, hooks,
+    second_order, contexts, autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data,
+    sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, late_errors, caught, collectives, no_memory,
     graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
 
