@@ -789,6 +789,9 @@ def resized() -> None:
     refused(lambda: torch.linalg.svdvals(y, out=out), "resized")
     refused(lambda: torch.linalg.solve(x, y, out=torch.zeros(4, 6)), "resized")
     refused(lambda: torch.topk(home(y), 2, out=(y[:, 0], torch.zeros(4, dtype=torch.long))), "resized")
+    out = y[:, :2] * 1  # made there, where torch resizes it before it sees that it is the operand, too
+    refused(lambda: torch.gather(out, 1, torch.zeros(4, 6, dtype=torch.long), out=out), "resized")
+    same(out + 0, home(y)[:, :2] * 1)
     for shape in ((0,), (1, 6), (100, 6)):  # what has been sent, in a message or by a write, has other shapes later, too
         out = torch.ones(shape)
         assert home(there(out).sum()).item() == out.numel()
