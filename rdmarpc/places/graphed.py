@@ -35,6 +35,7 @@ _log = logging.getLogger("rdmarpc")
 _WORDS = 1 << 13
 """A program has not many more."""
 _FORMS, _TRIES = 16, 8
+_saving = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
 _HELD = 1 << 20
 """A program counts as so many bytes: its worker is told soon when it is not needed any more."""
@@ -106,7 +107,8 @@ class Graphed:
         numbers of it (whether they train, say), those and states of optimizers, which gradients there are and are wanted, and
         the hooks of them all."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
+        saves = [id(getattr(each, "__code__", each)) for each in _saving(False) or ()]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts, *saves
         found = [module for ref in self._modules.values() if (module := ref()) is not None]
         had = [chain(each._parameters.values(), each._buffers.values(), each._modules.values()) for each in found]
         modules = tuple((*_numbers_of(module), *_hooks_of(module), *map(id, values)) for module, values in zip(found, had))

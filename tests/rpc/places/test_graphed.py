@@ -1207,3 +1207,19 @@ def within_a_mode() -> None:
 
 def test_within_a_mode(group):
     group.run(within_a_mode)
+
+
+def within_hooks_of_saved_tensors() -> None:
+    """What is saved otherwise for the backward is so in calls that are posted again, too."""
+    pair = Pair(mlp(), momentum, HALVES)
+    halved = torch.autograd.graph.saved_tensors_hooks(lambda x: x.bfloat16(), lambda x: x.float())
+    for number, (x, y) in enumerate(batches(24)):
+        hooks = halved, torch.autograd.graph.save_on_cpu(), contextlib.nullcontext(), contextlib.nullcontext()
+        with hooks[number // 3 % 4]:
+            pair.both(x, y)
+    pair.end(pair.graph.replays)
+    assert pair.graph.replays >= 6, pair.graph.why
+
+
+def test_within_hooks_of_saved_tensors(group):
+    group.run(within_hooks_of_saved_tensors)
