@@ -35,7 +35,7 @@ _log = logging.getLogger("rdmarpc")
 _WORDS = 1 << 13
 """A program has not many more."""
 _FORMS, _TRIES = 16, 8
-_saving = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_saving = torch._C._autograd._top_saved_tensors_default_hooks
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
 _HELD = 1 << 20
 """A program counts as so many bytes: its worker is told soon when it is not needed any more."""

@@ -51,7 +51,7 @@ _BELOW = torch._C._ExcludeDispatchKeyGuard
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
-_creation, _DEFAULT = torch._C._autograd._get_creation_meta, torch._C._autograd.CreationMeta.DEFAULT  # type: ignore[attr-defined]
+_creation, _DEFAULT = torch._C._autograd._get_creation_meta, torch._C._autograd.CreationMeta.DEFAULT
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _modes, _mode, _TRACING = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
@@ -169,7 +169,7 @@ class RemoteTensor(torch.Tensor):
             return made
         storage, whole = _cloned(self, memo)
         copied = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
-        made = copied.resolve_conj().resolve_neg()
+        made = cast(RemoteTensor, copied.resolve_conj().resolve_neg())
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
         kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
@@ -1043,7 +1043,7 @@ def _loosened(base: RemoteTensor) -> bool:
     """Exchange the views of a tensor whose geometry is about to change. Once it is written, torch would run them again over its
     new shape; one process takes them for what ``as_strided`` gives, and so are those that are put in their place. Whether all
     were exchanged: not those with hooks, nor those to which a profiler has references."""
-    found = [each for each in base._handle.views() if each._base is base]
+    found: list[Any] = [each for each in base._handle.views() if each._base is base]
     if not found:
         return True
     key, include = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
@@ -1056,7 +1056,7 @@ def _loosened(base: RemoteTensor) -> bool:
         # What torch would raise for it, once the base is written, it raises anyway. Of another dtype, it runs it again, too.
         if _creation(view) != _DEFAULT or not view._meta.plain or view.dtype is not base.dtype:
             continue
-        with torch.inference_mode(False), torch.enable_grad(), torch._C._ForceDispatchKeyGuard(include, exclude):
+        with _unseen(), torch.inference_mode(False), torch.enable_grad(), torch._C._ForceDispatchKeyGuard(include, exclude):
             made = base.as_strided(view.shape, view.stride(), view.storage_offset())
         try:
             torch._C._swap_tensor_impl(view, made)
