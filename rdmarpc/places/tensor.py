@@ -513,15 +513,6 @@ def running_at(place: Stream | None) -> Iterator[None]:
         _running.at = before
 
 
-@contextlib.contextmanager
-def _turning() -> Iterator[None]:
-    _running.turns = True
-    try:
-        yield
-    finally:
-        _running.turns = False
-
-
 def _remember(place: Stream | None) -> None:
     if _grad():
         if len(ran) > _REMEMBERED:
@@ -1215,14 +1206,16 @@ def _turned(name: str) -> Callable[..., RemoteTensor]:
         made: Any = None
         with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
             made = None if tensor.is_leaf and tensor.requires_grad else like(tensor, *args, **kwargs)
-        if made is None or (made._meta, made._offset) == (tensor._meta, tensor._offset):  # an error is raised in torch's order
-            with _turning():
-                return method(tensor, *args, **kwargs)
-        if tensor._backward_hooks or tensor.retains_grad:
+        turns = made is not None and (made._meta, made._offset) != (tensor._meta, tensor._offset)
+        if turns and (tensor._backward_hooks or tensor.retains_grad):
             raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=f"make a new tensor of it: x = x.{name}()")
-        with _turning():
-            method(tensor, *args, **kwargs)  # raises what torch does not allow, and the version
-        torch._C._swap_tensor_impl(tensor, made)
+        _running.turns = True
+        try:
+            method(tensor, *args, **kwargs)  # raises what torch does not allow, in its order, and the version
+        finally:
+            _running.turns = False
+        if turns:
+            torch._C._swap_tensor_impl(tensor, made)
         return tensor
 
     return turned
