@@ -28,7 +28,7 @@ from .flags import inside, run_plain
 from .geometry import Geometry, geometry
 from .operators import Operator, operator
 from .stream import Known, Meta, Storage, Stream
-from .tensor import RemoteTensor, address_of, known_form
+from .tensor import RemoteTensor, address_of, gradients_of, known_form, storage_of
 
 _CONSTANT_BYTES = 1 << 16
 _RESIZING = ("aten::resize_", "aten::resize_as_", "aten::set_")
@@ -425,13 +425,13 @@ class Capture(TorchDispatchMode):
         return tree_map_only(torch.Tensor, copied, out)
 
     def apart(self, out: Any) -> Any:
-        """What the step returns, with copies of what the call before has left elsewhere (gradients, say): results are new."""
-        if (before := self.before) is None:
-            return out
+        """What the step returns, with copies of gradients, and of what the call before has left elsewhere: results are new."""
+        before = self.before
+        gradients = gradients_of(leaf for ref in self.objects.values() if (leaf := ref()) is not None)
 
         def new(tensor: torch.Tensor) -> torch.Tensor:
-            left = before.left if type(tensor) is RemoteTensor else before.left_here
-            return tensor.detach().clone() if self._number_of(tensor) in left else tensor
+            left = () if before is None else before.left if type(tensor) is RemoteTensor else before.left_here
+            return tensor.detach().clone() if storage_of(tensor) in gradients or self._number_of(tensor) in left else tensor
 
         return tree_map_only(torch.Tensor, new, out)
 

@@ -28,13 +28,14 @@ from .capture import Brought, Capture, Crossed, Event, Fetched, Plain, Posted, R
 from .flags import flags_of_gpus, run_plain
 from .geometry import at_bytes, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
-from .tensor import RemoteTensor, address_of, is_parameter, wrapper
+from .tensor import RemoteTensor, address_of, gradients_of, is_parameter, storage_of, wrapper
 from .worker import HEAD_BYTES
 
 _log = logging.getLogger("rdmarpc")
 _WORDS = 1 << 13
 """A program has not many more."""
 _FORMS, _TRIES = 16, 8
+_saving = torch._C._autograd._top_saved_tensors_default_hooks
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
 _HELD = 1 << 20
 """A program counts as so many bytes: its worker is told soon when it is not needed any more."""
@@ -85,8 +86,11 @@ class Graphed:
 
     def _without_graph(self, out: Any) -> Any:
         """Results of Python. A gradient among them is copied: the next call may write it."""
-        held = {id(grad) for ref in self._leaves.values() if (grad := _gradient(ref)) is not None}
-        return tree_map_only(torch.Tensor, lambda each: each.detach().clone() if id(each) in held else each.detach(), out)
+        modules = [module for ref in self._modules.values() if (module := ref()) is not None]
+        leaves = chain((ref() for ref in self._leaves.values()), *(module._parameters.values() for module in modules))
+        held = gradients_of(leaf for leaf in leaves if leaf is not None)
+        new = lambda each: each.detach().clone() if storage_of(each) in held else each.detach()  # noqa: E731
+        return tree_map_only(torch.Tensor, new, out)
 
     def forget(self) -> None:
         """Drop what was captured: the next calls run Python."""
@@ -103,7 +107,8 @@ class Graphed:
         numbers of it (whether they train, say), those and states of optimizers, which gradients there are and are wanted, and
         the hooks of them all."""
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts
+        saves = [id(getattr(each, "__code__", each)) for each in _saving(False) or ()]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts, *saves
         found = [module for ref in self._modules.values() if (module := ref()) is not None]
         had = [chain(each._parameters.values(), each._buffers.values(), each._modules.values()) for each in found]
         modules = tuple((*_numbers_of(module), *_hooks_of(module), *map(id, values)) for module, values in zip(found, had))

@@ -49,7 +49,7 @@ _NOT_KEPT = (aten.as_strided.default, aten.view.dtype, aten.view_as_real.default
 """Views whose offset is not that of their operand plus a constant."""
 REPLACED = "what a tensor at a worker lies over cannot be replaced (`.data =` does that)"
 RESIZED = "a tensor that lies at a worker is not resized in place: give it its shape before it is moved"
-TURNED = "of a tensor at a worker there are views, and torch would run them again over its new shape: gradients would be wrong"
+TURNED = "torch would run a view at a worker again over another shape than this one: gradients would be wrong"
 REFUSED = {
     "aten::set_": REPLACED,
     "aten::shallow_copy_data_": REPLACED,

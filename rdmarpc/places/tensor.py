@@ -25,7 +25,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -51,6 +51,7 @@ _BELOW = torch._C._ExcludeDispatchKeyGuard
 _PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _inference = torch.is_inference_mode_enabled
+_creation, _DEFAULT = torch._C._autograd._get_creation_meta, torch._C._autograd.CreationMeta.DEFAULT
 _grad, _node, _sequence = torch.is_grad_enabled, torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _modes, _mode, _TRACING = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _REMEMBERED, _FORMS = 1 << 18, 1 << 15
@@ -167,7 +168,8 @@ class RemoteTensor(torch.Tensor):
             made._handle.anchor = self._handle.anchor
             return made
         storage, whole = _cloned(self, memo)
-        made = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
+        copied = wrapper(storage, self._meta, self._offset, -1 if whole and self._at == -1 else self._offset)
+        made = cast(RemoteTensor, copied.resolve_conj().resolve_neg())
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
         kept = {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
@@ -197,6 +199,10 @@ class RemoteTensor(torch.Tensor):
         value = at_place(value.detach(), self._handle.stream) if type(value) is not RemoteTensor else value
         assert type(value) is RemoteTensor
         anchor = self._handle.anchor
+        if value._meta is not self._meta or value._offset != self._offset:
+            if self._base is not None and self._base.requires_grad:
+                raise NotSupported(f".data = ...: {TURNED}", hint="make a new tensor of it")
+            _loosened(self)
         _data.__set__(self, value)
         self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
@@ -377,6 +383,18 @@ def place_of(tensor: torch.Tensor) -> Stream | None:
     return tensor._handle.stream if type(tensor) is RemoteTensor else None
 
 
+def storage_of(tensor: torch.Tensor) -> Any:
+    """What is the same for tensors that share memory."""
+    if type(tensor) is RemoteTensor:
+        return tensor._handle
+    return tensor.untyped_storage()._cdata if tensor.layout is _STRIDED else id(tensor)
+
+
+def gradients_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """The storages of the gradients of those that are leaves."""
+    return {storage_of(each.grad) for each in tensors if each.is_leaf and each.grad is not None}
+
+
 # -- moving, below autograd
 
 
@@ -471,9 +489,11 @@ only: it ran here."""
 
 class _Running(threading.local):
     """``at``: a place that this thread has asked for: operations whose tensors lie at several places run there. ``first``: to
-    this the sequence numbers of its nodes are added in ``ran``, since each thread counts its own."""
+    this the sequence numbers of its nodes are added in ``ran``, since each thread counts its own. ``turns``: what turns a
+    view in place exchanges it (``_turned``)."""
 
     at: tuple[Stream | None] | None = None
+    turns = False
 
     def __init__(self) -> None:
         self.first = next(_firsts) << 65
@@ -871,6 +891,8 @@ def _ask(
     except BaseException:
         if is_new:
             place.owe([ring.FORGET, known.number])
+        for each in op.operands_written(args, kwargs):  # it may have written a part
+            each._handle.copies = None
         raise
     place.known[form] = known
     if ("s",) in described:
@@ -1015,16 +1037,43 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
-def _is_viewed(tensor: RemoteTensor, strided: bool) -> bool:
-    """Whether the history of a view would be wrong after the tensor's geometry has changed in place: of a view of it or, if it
-    becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view."""
-    return strided if tensor._base is not None else any(each._base is tensor for each in tensor._handle.views())
+def _loosened(base: RemoteTensor) -> bool:
+    """Exchange the views of a tensor whose geometry is about to change. Once it is written, torch would run them again over its
+    new shape; one process takes them for what ``as_strided`` gives, and so are those that are put in their place. Whether all
+    were exchanged: not those with hooks, nor those to which a profiler has references."""
+    found: list[Any] = [each for each in base._handle.views() if each._base is base]
+    if not found:
+        return True
+    key, include = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for each in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
+        exclude = exclude.remove(each)
+    for view in found:
+        if view._backward_hooks or view.retains_grad:
+            return False
+        # What torch would raise for it, once the base is written, it raises anyway. Of another dtype, it runs it again, too.
+        if _creation(view) != _DEFAULT or not view._meta.plain or view.dtype is not base.dtype:
+            continue
+        with _unseen(), torch.inference_mode(False), torch.enable_grad(), torch._C._ForceDispatchKeyGuard(include, exclude):
+            made = base.as_strided(view.shape, view.stride(), view.storage_offset())
+        try:
+            torch._C._swap_tensor_impl(view, made)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor's geometry changes here."""
-    tensor = args[0]
-    if op.name != "aten::detach_" and _is_viewed(tensor, op.func is aten.as_strided_.default):
+    """The tensor's geometry changes here. A view that has a history cannot be made to have another one from here; ``_turned``
+    exchanges it."""
+    tensor, base = args[0], args[0]._base
+    if op.func is aten.detach_.default:
+        lost = False
+    elif base is None:
+        lost = not _loosened(tensor)
+    else:
+        lost = op.func is aten.as_strided_.default or (base.requires_grad and not _running.turns)
+    if lost:
         name = op.func.__name__.partition("_.")[0]
         raise NotSupported(f"{op.name}: {TURNED}", hint=f"make a new tensor of it: x = x.{name}(...)")
     with _BELOW(_PYTHON):
@@ -1164,12 +1213,16 @@ def _turned(name: str) -> Callable[..., RemoteTensor]:
         made: Any = None
         with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
             made = None if tensor.is_leaf and tensor.requires_grad else like(tensor, *args, **kwargs)
-        if made is None or (made._meta, made._offset) == (tensor._meta, tensor._offset):  # an error is raised in torch's order
-            return method(tensor, *args, **kwargs)
-        if tensor._backward_hooks or tensor.retains_grad:
+        turns = made is not None and (made._meta, made._offset) != (tensor._meta, tensor._offset)
+        if turns and (tensor._backward_hooks or tensor.retains_grad):
             raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=f"make a new tensor of it: x = x.{name}()")
-        method(tensor, *args, **kwargs)  # raises what torch does not allow, and the version
-        torch._C._swap_tensor_impl(tensor, made)
+        _running.turns = True
+        try:
+            method(tensor, *args, **kwargs)  # raises what torch does not allow, in its order, and the version
+        finally:
+            _running.turns = False
+        if turns:
+            torch._C._swap_tensor_impl(tensor, made)
         return tensor
 
     return turned

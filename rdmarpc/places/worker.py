@@ -508,16 +508,15 @@ class Runner:
         before = [geometry(tensor) for _, tensor in operands]
         # Kernels of sparse tensors change their parts in place, as nobody may who looks for views and versions.
         strided = all(tensor.layout is torch.strided for _, tensor in operands)
-        with contextlib.nullcontext() if strided else torch._C._AutoDispatchBelowADInplaceOrView():
-            try:
+        try:
+            with contextlib.nullcontext() if strided else torch._C._AutoDispatchBelowADInplaceOrView():
                 result = self._call(found, words, at + 1)
-            except RuntimeError as error:
-                if "resize storage" in str(error):
-                    raise NotSupported(RESIZED) from None
-                raise
-        for (_, tensor), shape in zip(operands, before):  # the caller's tensors would not see that ``out=`` was resized
-            if tensor.layout is torch.strided and geometry(tensor) != shape:
-                tensor.as_strided_(shape.shape, shape.strides)
+        except RuntimeError as error:
+            if "resize storage" in str(error):
+                raise NotSupported(RESIZED) from None
+            raise
+        finally:
+            if _resized_back(operands, before):
                 raise NotSupported(RESIZED)
         return self._describe(found, words[at], result, operands)
 
@@ -707,6 +706,15 @@ def kinds(arguments: Iterable[tuple[str, Any]]) -> Iterator[str]:
             yield from kinds(value)
         elif kind != "c":
             yield kind
+
+
+def _resized_back(operands: list[tuple[int, torch.Tensor]], shapes: list[Geometry]) -> bool:
+    """Whether one was resized (``out=``, also before it is an error). The caller's tensors would not see it."""
+    found = [(each, shape) for (_, each), shape in zip(operands, shapes) if each.layout is torch.strided]
+    found = [(each, shape) for each, shape in found if geometry(each) != shape]
+    for each, shape in found:
+        each.as_strided_(shape.shape, shape.strides)
+    return bool(found)
 
 
 def _once(value: Any, seen: list[torch.Tensor]) -> Any:

@@ -678,10 +678,10 @@ def transposes_data(trainer: Trainer) -> None:
 
 @statement
 def exchanges_two(trainer: Trainer) -> None:
-    """The first two of one shape."""
+    """The first two of one shape and dtype."""
     for number, first in enumerate(trainer.parameters):
         for second in trainer.parameters[number + 1 :]:
-            if first.shape == second.shape:
+            if first.shape == second.shape and first.dtype is second.dtype:
                 first.data, second.data = second.data, first.data
                 return
 

@@ -359,7 +359,8 @@ GRADIENTS = [
     "a = {t}.detach().float().clone().requires_grad_()\nb = (a * 2).<retain_grad() or a|clone()>\n"
     "b.sum().backward(inputs=[a])\nkeep('inputs', look(a))",
     "a = {t}.detach().float().clone().requires_grad_()\nb = a * 2\nw = b<[:, :4]|[:4, 2:]|.T[1:5]|.view(2, 2, 6)[0, :, :2]|>\n"
-    "w.<t_()|transpose_(0, 1)|swapaxes_(-1, 0)|unsqueeze_(0).squeeze_()|unsqueeze_(1).transpose_(0, 2)>\n"
+    "<w|b>.<t_()|transpose_(0, 1)|swapaxes_(-1, 0)|unsqueeze_(0).squeeze_()|unsqueeze_(1).transpose_(0, 2)|"
+    "__setattr__('data', b.data.mT.contiguous())>\n"
     "<b.mul_(3)|w.mul_(w.detach() + 1)|w[0].zero_()|b[0] = 1|w + 1>\n"
     "((w.sin() * torch.arange(1.0 * w.numel()).view(w.shape)).sum() + b[1].exp().sum()).backward()\nkeep('turned', look(a, w))",
     "node = ({t} * {t}).grad_fn\n"

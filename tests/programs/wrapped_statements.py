@@ -951,6 +951,8 @@ def trains_two_models(trainer: Wrapped) -> Any:
 
 @statement
 def swaps_on_conversion(trainer: Wrapped) -> None:
+    if trainer.hooks:  # torch never calls those of tensors any more, though it lists them: ``wrap`` gives them back
+        return
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         trainer.net.double() if trainer.share < 0.5 else trainer.net.float()

@@ -258,6 +258,33 @@ def test_results_that_are_left(group):
     group.run(results_that_are_left)
 
 
+def gradients_that_are_added_to() -> None:
+    """Gradients that were there before a step adds to them, at a worker and here: as results they stay what they were."""
+    for asks, replays in (False, 9), (True, 0):
+
+        def make(net: nn.Module, optimizer: Any, asks: bool = asks) -> Step:
+            def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+                loss = F.mse_loss(net(x), y)
+                loss.backward()
+                return net[2].weight.grad, net[0].bias.grad, net[2].bias.grad[1:], loss.item() if asks else 0
+
+            return step
+
+        pair = Pair(mlp(), momentum, {"2": "worker1"}, make)
+        for each in (*pair.alone.parameters(), *pair.placed.parameters()):
+            each.grad = torch.ones_like(each)
+        kept, wanted = [], []
+        for batch in batches(12):
+            kept.append(pair.both(*batch))
+            wanted.append([home(each) for each in kept[-1]])
+        assert all(torch.equal(home(a), b) for one, other in zip(kept, wanted) for a, b in zip(one[:3], other))
+        pair.end(replays)
+
+
+def test_gradients_that_are_added_to(group):
+    group.run(gradients_that_are_added_to)
+
+
 def results_lie_as_they_did() -> None:
     """Their strides, and what lies over one memory, are those of the step, whether Python runs or not."""
     for place in ("worker1", None):
@@ -1180,3 +1207,19 @@ def within_a_mode() -> None:
 
 def test_within_a_mode(group):
     group.run(within_a_mode)
+
+
+def within_hooks_of_saved_tensors() -> None:
+    """What is saved otherwise for the backward is so in calls that are posted again, too."""
+    pair = Pair(mlp(), momentum, HALVES)
+    halved = torch.autograd.graph.saved_tensors_hooks(lambda x: x.bfloat16(), lambda x: x.float())
+    for number, (x, y) in enumerate(batches(24)):
+        hooks = halved, torch.autograd.graph.save_on_cpu(), contextlib.nullcontext(), contextlib.nullcontext()
+        with hooks[number // 3 % 4]:
+            pair.both(x, y)
+    pair.end(pair.graph.replays)
+    assert pair.graph.replays >= 6, pair.graph.why
+
+
+def test_within_hooks_of_saved_tensors(group):
+    group.run(within_hooks_of_saved_tensors)

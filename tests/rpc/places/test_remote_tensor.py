@@ -255,6 +255,18 @@ def named_refusals() -> None:
 # -- copies and files
 
 
+def copies_of_conjugates() -> None:
+    """A deep copy is conjugated and negated in memory, as in one process."""
+
+    def program(move: Any) -> Iterator[Any]:
+        x = move(torch.complex(torch.randn(4, 6), torch.randn(4, 6)))
+        for each in (x.mH[1:], x.conj().imag, x.conj()[::2]):
+            made = copy.deepcopy(each)
+            yield from (made, made.stride(), made.is_conj(), made.is_neg())
+
+    both(program)
+
+
 def copies() -> None:
     x = there(torch.randn(4, 4))
     parts = {"whole": x, "row": x[1], "again": x}
@@ -478,8 +490,8 @@ def views() -> None:
 
 
 def turned() -> None:
-    """A tensor that gets another shape in place while it has views: torch would run these again over its new shape, and give
-    gradients of other elements."""
+    """Tensors and views that get another shape in place: torch would run views again over the new shape, and give gradients of
+    other elements."""
 
     def program(move: Any) -> Iterator[Any]:
         x = move(torch.randn(4, 4, requires_grad=True))
@@ -541,20 +553,85 @@ def turned() -> None:
     y = x.clone()[0]
     y.register_hook(lambda g: g)
     refused(lambda: y.unsqueeze_(0), "has hooks")
-    refused(lambda: x.clone()[:2].as_strided_((2, 2), (2, 1), 1), "there are views")
-    for turn in (
-        lambda y: y.t_(),
-        lambda y: y.unsqueeze_(0),
-        lambda y: y.transpose_(0, 1),
-        lambda y: y.swapaxes_(0, 1),
-        lambda y: y.as_strided_((2, 2), (1, 2)),
-    ):
-        y = x.clone()
-        row = y[0]
-        refused(lambda y=y, turn=turn: turn(y), "there are views")
-        refused(lambda y=y: y.unsqueeze_(0), r"hint: .* x = x\.unsqueeze\(")
-        (grad,) = torch.autograd.grad((row * 2).sum() + y[1].sum(), x)
-        assert home(grad).tolist() == [[2.0] * 4, [1.0] * 4, [0.0] * 4, [0.0] * 4] and y.shape == (4, 4)
+    refused(lambda: x.clone()[:2].as_strided_((2, 2), (2, 1), 1), "gradients would be wrong")
+    for turn in (torch.ops.aten.t_, torch.Tensor.t_, lambda row: setattr(row, "data", row.data.t())):
+        refused(lambda turn=turn: turn(x.clone()[:2]), "gradients would be wrong")
+    y = x.clone()
+    row = y[0]
+    row.register_hook(lambda g: g)
+    refused(lambda: y.unsqueeze_(0), r"hint: .* x = x\.unsqueeze\(")
+    assert y.shape == (4, 4)
+
+
+def turned_under_views() -> None:
+    """A tensor gets another shape, or data that lies otherwise, while there are views of it."""
+
+    def program(move: Any) -> Iterator[Any]:
+        views = (
+            lambda b: b[:2, :2],
+            lambda b: b.t(),
+            lambda b: b[1:].t()[::2],
+            lambda b: b[:1].expand(3, 4),
+            lambda b: b.view(-1),
+            lambda b: b.unbind(1)[1],
+            lambda b: b.detach(),
+        )
+        turns = (
+            lambda b: b.t_(),
+            lambda b: torch.ops.aten.transpose_(b, 0, 1),
+            lambda b: torch.Tensor.unsqueeze_(b, 1),
+            lambda b: b.as_strided_((2, 8), (8, 1)),
+            lambda b: setattr(b, "data", b.data.t().contiguous()),
+            lambda b: setattr(b, "data", b.data.t()),
+            lambda b: setattr(b, "data", move(torch.ones(5, 6))),
+        )
+        counted = lambda x: x * torch.arange(1.0, x.numel() + 1).view(x.shape)  # noqa: E731
+        uses = (
+            lambda b, w: counted(w).sum() + counted(b).exp().sum(),
+            lambda b, w: (b.mul_(2), counted(w).sum() + (b * b).sum())[1],
+            lambda b, w: (b.mul_(2), w.mul_(3), b.add_(1), counted(w * w).sum() + counted(b * b).sum())[3],
+        )
+        for view, turn, use, mode in itertools.product(views, turns, uses, (torch.enable_grad, torch.no_grad)):
+            x = move(torch.arange(16.0).view(4, 4) / 16).requires_grad_()
+            b = x.clone()
+            w = view(b)
+            try:
+                with mode():
+                    turn(b)
+                use(b, w).backward()
+                yield from (b, w, x.grad.tolist())  # which torch may have made here, for want of a place
+            except RuntimeError as error:
+                yield str(error)[:60]
+        net = nn.Conv2d(2, 3, 2)
+        x = torch.randn(1, 2, 4, 4)
+        with torch.no_grad():
+            for p in (net.weight, net.bias):
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        if move is there:
+            net.to(places.device(W1))
+        kept, turned = net(x), net.weight.transpose(0, 1)
+        net.to(memory_format=torch.channels_last)
+        (kept.sum() + turned.sum()).backward()
+        with torch.no_grad():
+            net.weight.mul_(2)
+        (net(x).sum() + counted(turned).sum()).backward()
+        yield from (net.weight, net.weight.grad, net.bias.grad)
+
+    both(program)
+
+
+def written_in_part() -> None:
+    """What an operation has written before it failed is seen, though a copy of it was made before."""
+
+    def program(move: Any) -> Iterator[Any]:
+        for late in (torch.ones(3, dtype=torch.int64), torch.ones(2)):
+            x, y, z = move(torch.ones(3)), move(late), move(torch.full((3,), 2.0))
+            yield x.tolist()
+            with contextlib.suppress(RuntimeError):
+                torch._foreach_addcmul_([x, y], [z, z], [z, z], 0.5)
+            yield x.tolist()
+
+    both(program)
 
 
 def versions() -> None:
@@ -782,6 +859,9 @@ def resized() -> None:
     refused(lambda: torch.linalg.svdvals(y, out=out), "resized")
     refused(lambda: torch.linalg.solve(x, y, out=torch.zeros(4, 6)), "resized")
     refused(lambda: torch.topk(home(y), 2, out=(y[:, 0], torch.zeros(4, dtype=torch.long))), "resized")
+    out = y[:, :2] * 1  # made there, where torch resizes it before it sees that it is the operand, too
+    refused(lambda: torch.gather(out, 1, torch.zeros(4, 6, dtype=torch.long), out=out), "resized")
+    same(out + 0, home(y)[:, :2] * 1)
     for shape in ((0,), (1, 6), (100, 6)):  # what has been sent, in a message or by a write, has other shapes later, too
         out = torch.ones(shape)
         assert home(there(out).sum()).item() == out.numel()
@@ -1029,8 +1109,9 @@ def values_at(worker: str) -> int:
     """How many tensors a worker holds for its callers."""
     gc.collect()
     for stream in places.streams():
+        stream.urgent = True  # a few small ones that have died wait for others
         stream.synchronize()
-        stream.synchronize()  # takes the names along that died before
+        stream.synchronize()
     return rpc.rpc_sync(worker, _count)
 
 
@@ -1236,10 +1317,11 @@ def graph_is_plain() -> None:
 
 
 CHECKS = (
-    made, moved, numbers, named_refusals, copies, files, modules, long_lists, views, turned, versions, hooks, second_order,
-    contexts, autocast_in_kernels, one_object, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse,
-    kinds_that_stay_here, crossing, threads, frees, freed_at_once, forgets_what_raised, late_errors, caught, collectives,
-    no_memory, graph_is_plain, written_while_it_is_copied,
+    made, moved, numbers, named_refusals, copies, copies_of_conjugates, files, modules, long_lists, views, turned,
+    turned_under_views, written_in_part, versions, hooks, second_order, contexts, autocast_in_kernels, one_object,
+    drawn_where_it_lies, resized, inference, dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads,
+    frees, freed_at_once, forgets_what_raised, late_errors, caught, collectives, no_memory, graph_is_plain,
+    written_while_it_is_copied,
 )  # fmt: skip
 
 
