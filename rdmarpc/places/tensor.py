@@ -1005,10 +1005,17 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map_only(torch.Tensor, lambda each: (meta_of(geometry(each)), each.storage_offset() - base._offset), found)
 
 
+_WITHOUT_GRAD = torch._C._autograd.CreationMeta.NO_GRAD_MODE
+
+
 def _is_viewed(tensor: RemoteTensor, strided: bool) -> bool:
     """Whether the history of a view would be wrong after the tensor's geometry has changed in place: of a view of it or, if it
-    becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view."""
-    return strided if tensor._base is not None else any(each._base is tensor for each in tensor._handle.views())
+    becomes what it is no view of (``strided``), of itself. Else ``_turned`` sees to a view. Views that were made without grad
+    have no history: torch refuses them itself, once they need one."""
+    if tensor._base is not None:
+        return strided
+    views = (each for each in tensor._handle.views() if each._base is tensor)
+    return any(torch._C._autograd._get_creation_meta(each) != _WITHOUT_GRAD for each in views)
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
