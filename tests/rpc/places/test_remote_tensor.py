@@ -506,6 +506,17 @@ def turned() -> None:
         yield from (x.grad, kept, x.grad.t_().swapdims_(0, 1))
         yield torch.func.grad(lambda z: (z.clone().t_().swapaxes_(0, 1) * z).sum())(x.detach())
         yield torch.func.vmap(lambda z: z.clone().unsqueeze_(0) * 2)(x.detach())
+        with torch.no_grad():  # as in the step of an optimizer
+            z = x.clone()
+            row, flat = z[1:].t(), z.view(-1)
+            z.transpose_(0, 1).unsqueeze_(0)
+            z[0, 1].mul_(3)
+            yield from (z, row, flat, z.is_contiguous())
+        z.mul_(x)
+        with pytest.raises(RuntimeError, match="created in no_grad mode"):
+            row.exp()
+        (z * 2).sum().backward()
+        yield x.grad
         with torch.inference_mode():
             z = x.clone()
             row = z[0]
