@@ -259,7 +259,7 @@ def closeness(a: torch.Tensor, b: torch.Tensor) -> str:
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not a.is_floating_point():
         return "equal" if torch.equal(a, b) else "WRONG"
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     a, b = a.contiguous(), b.contiguous()
     if bool(((a.view(words) == b.view(words)) | (a.isnan() & b.isnan())).all()):
         return "equal"
