@@ -11,6 +11,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -427,7 +428,7 @@ class Capture(TorchDispatchMode):
     def apart(self, out: Any) -> Any:
         """What the step returns, with copies of gradients, and of what the call before has left elsewhere: results are new."""
         before = self.before
-        gradients = gradients_of(leaf for ref in self.objects.values() if (leaf := ref()) is not None)
+        gradients = gradients_of(alive(self.objects.values()))
 
         def new(tensor: torch.Tensor) -> torch.Tensor:
             left = () if before is None else before.left if type(tensor) is RemoteTensor else before.left_here
@@ -498,6 +499,10 @@ def _operands(known: Known, words: list[int]) -> list[Ref | int]:
     """The tensors and numbers of a post."""
     left = iter(words)
     return [Ref(next(left), next(left)) if kind == "w" else next(left) for kind in known.words]
+
+
+def alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [each for ref in refs if (each := ref()) is not None]
 
 
 def plains(value: Any) -> list[Plain]:

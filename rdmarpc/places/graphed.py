@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from ..transport import NotSupported
 from . import observing, ring
-from .capture import Brought, Capture, Crossed, Event, Fetched, Plain, Posted, Ran, Ref, Result, difference, plains
+from .capture import Brought, Capture, Crossed, Event, Fetched, Plain, Posted, Ran, Ref, Result, alive, difference, plains
 from .flags import flags_of_gpus, run_plain
 from .geometry import at_bytes, geometry, room
 from .stream import Region, Storage, Stream, crossing, names, state_words
@@ -86,10 +86,12 @@ class Graphed:
 
     def _without_graph(self, out: Any) -> Any:
         """Results of Python. A gradient among them is copied: the next call may write it."""
-        modules = [module for ref in self._modules.values() if (module := ref()) is not None]
-        leaves = chain((ref() for ref in self._leaves.values()), *(module._parameters.values() for module in modules))
-        held = gradients_of(leaf for leaf in leaves if leaf is not None)
-        new = lambda each: each.detach().clone() if storage_of(each) in held else each.detach()  # noqa: E731
+        parameters = chain(*(module._parameters.values() for module in alive(self._modules.values())))
+        held = gradients_of(chain(alive(self._leaves.values()), (each for each in parameters if each is not None)))
+
+        def new(each: torch.Tensor) -> torch.Tensor:
+            return each.detach().clone() if storage_of(each) in held else each.detach()
+
         return tree_map_only(torch.Tensor, new, out)
 
     def forget(self) -> None:
@@ -109,11 +111,11 @@ class Graphed:
         converts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         saves = [id(getattr(each, "__code__", each)) for each in _saving(False) or ()]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), converts, *saves
-        found = [module for ref in self._modules.values() if (module := ref()) is not None]
+        found = alive(self._modules.values())
         had = [chain(each._parameters.values(), each._buffers.values(), each._modules.values()) for each in found]
         modules = tuple((*_numbers_of(module), *_hooks_of(module), *map(id, values)) for module, values in zip(found, had))
-        numbers = tuple(_options(each) for ref in self._optimizers.values() if (each := ref()) is not None)
-        leaves = [leaf for ref in self._leaves.values() if (leaf := ref()) is not None]
+        numbers = tuple(map(_options, alive(self._optimizers.values())))
+        leaves = alive(self._leaves.values())
         hooks = [(*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ())) for leaf in leaves]
         wanted = tuple((leaf.grad is None, leaf.requires_grad, hooked) for leaf, hooked in zip(leaves, hooks))
         return flags_of_gpus(), modes, modules, numbers, wanted
@@ -233,8 +235,8 @@ def _arguments(leaves: list[Any]) -> tuple[Any, ...]:
         if each.layout is not torch.strided:
             raise NotSupported(f"a graphed step takes no tensor of layout {each.layout}", hint="give to_dense() of it")
         remote, each = type(each) is RemoteTensor, cast(Any, each)
-        storage, offset = each._handle if remote else each.untyped_storage()._cdata, int(each.storage_offset())
-        first, begin = seen.setdefault(storage, (index, offset))
+        offset = int(each.storage_offset())
+        first, begin = seen.setdefault(storage_of(each), (index, offset))
         where = (each._handle.stream, each._meta, each._at == -1) if remote else (str(each.device), geometry(each))
         parameter = each._handle.anchor if remote else is_parameter(each)
         found.append((where, parameter, first, offset - begin if first != index else 0))
@@ -740,7 +742,7 @@ class Replayable:
                 grad._handle.copies = None
             if (tensor := leaf()) is not None and tensor.grad is not grad:
                 tensor.grad = grad
-        torch.autograd.graph.increment_version([each for ref in self._written if (each := ref()) is not None])
+        torch.autograd.graph.increment_version(alive(self._written))
 
     def refresh(self) -> None:
         """Tell the capture where what it has left lies now."""

@@ -197,10 +197,10 @@ def at_device(func: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _autograd() -> Iterator[None]:
-    """Autograd, where a stream's thread does without it."""
+def with_autograd(*keys: str) -> Iterator[None]:
+    """Autograd, where a kernel or a stream's thread does without it, and these dispatch keys."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", *keys):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
@@ -210,7 +210,7 @@ def _gradients(
     function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, ...]:
     """The gradients of ``inputs``; zeros where there is none."""
-    with _autograd():
+    with with_autograd():
         leaves = [each.detach().requires_grad_() for each in inputs]
         given = [(out, grad) for out, grad in zip(function(*leaves), grads) if grad is not None]
         outs, grads = zip(*given)

@@ -40,7 +40,7 @@ from .flags import inside, precisions, run_plain
 from .geometry import Geometry, geometry, room
 from .geometry import view as view_of
 from .names import DEVICE, place_named
-from .operators import RESIZED, TURNED, Operator, aten, operator
+from .operators import RESIZED, TURNED, Operator, aten, operator, with_autograd
 from .ring import FLOAT, INT, decode, encode
 from .stream import Known, Meta, Storage, Stream, cross, meta_of, names, ran
 from .worker import kinds, raw
@@ -1042,19 +1042,13 @@ def _loosened(base: RemoteTensor) -> bool:
     new shape; one process takes them for what ``as_strided`` gives, and so are those that are put in their place. Whether all
     were exchanged: not those with hooks, nor those to which a profiler has references."""
     found: list[Any] = [each for each in base._handle.views() if each._base is base]
-    if not found:
-        return True
-    key, include = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    for each in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
-        exclude = exclude.remove(each)
     for view in found:
         if view._backward_hooks or view.retains_grad:
             return False
         # What torch would raise for it, once the base is written, it raises anyway. Of another dtype, it runs it again, too.
         if _creation(view) != _DEFAULT or not view._meta.plain or view.dtype is not base.dtype:
             continue
-        with _unseen(), torch.inference_mode(False), torch.enable_grad(), torch._C._ForceDispatchKeyGuard(include, exclude):
+        with _unseen(), torch.inference_mode(False), with_autograd("ADInplaceOrView"):
             made = base.as_strided(view.shape, view.stride(), view.storage_offset())
         try:
             torch._C._swap_tensor_impl(view, made)

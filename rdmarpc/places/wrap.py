@@ -25,7 +25,7 @@ from .placement import Where, home, resolve
 from .recording import FirstSteps, unseen
 from .runners import counters_here
 from .stream import Stream, meta_of, stream_to, streams
-from .tensor import OWN, RemoteTensor, at_place, bring_home, brought, make_empty, place_of, running_at, wrapper
+from .tensor import OWN, RemoteTensor, at_place, bring_home, brought, make_empty, place_of, running_at, storage_of, wrapper
 
 
 def wrap(
@@ -364,8 +364,7 @@ def move(net: nn.Module, places: Mapping[str, list[Where]]) -> None:
             found[id(tensor)] = tensor, found.get(id(tensor), (tensor, None))[1] or where
     storages: dict[int, Sharing] = {}
     for tensor, where in found.values():
-        key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-        storages.setdefault(key, []).append((tensor, where))
+        storages.setdefault(storage_of(tensor), []).append((tensor, where))
     others = {id(each): each for module in net.modules() for each in _attributes(module) if id(each) not in found}
     for tensor in others.values():
         if type(tensor) is not RemoteTensor and (key := tensor.untyped_storage()._cdata) in storages:
