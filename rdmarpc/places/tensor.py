@@ -1209,7 +1209,8 @@ def _turned(name: str) -> Callable[..., RemoteTensor]:
             made = None if tensor.is_leaf and tensor.requires_grad else like(tensor, *args, **kwargs)
         turns = made is not None and (made._meta, made._offset) != (tensor._meta, tensor._offset)
         if turns and (tensor._backward_hooks or tensor.retains_grad):
-            raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=f"make a new tensor of it: x = x.{name}()")
+            hint = f"make a new tensor of it: x = x.{name}(...)"
+            raise NotSupported(f"a view at a worker that has hooks: {name}_()", hint=hint)
         _running.turns = True
         try:
             method(tensor, *args, **kwargs)  # raises what torch does not allow, in its order, and the version
