@@ -182,7 +182,7 @@ class Capture(TorchDispatchMode):
         """Whether something is still there that the call before has left."""
         self.results: list[Any] = []
         self.spec: Any = None
-        self._thread, self._hooks = threading.get_ident(), ExitStack()
+        self.thread, self._hooks = threading.get_ident(), ExitStack()
         self._known: dict[int, int] = {}
         self.remote_arguments: dict[int, int] = {}
         for index, tensor in enumerate(arguments):
@@ -265,7 +265,7 @@ class Capture(TorchDispatchMode):
 
     def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None) -> None:
         """See ``Observer``."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return
         if place is None:
             self._ran(op, args, kwargs, self._told(args, kwargs), out, inside.dtype)
@@ -296,12 +296,12 @@ class Capture(TorchDispatchMode):
 
     def brought(self, target: Stream, tensor: torch.Tensor, made: Storage) -> None:
         """See ``Observer``."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             self.events.append(Brought(target, self.plain(tensor), self._number_moved(made)))
 
     def crossed(self, source: Storage, at: int, meta: Meta, shift: int, made: Storage) -> None:
         """See ``Observer``."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             self.storages[source.name] = weakref.ref(source)
             ref, number = Ref(source.name, at), self._number_moved(made)
             index = self.remote_arguments.get(source.name)
@@ -311,7 +311,7 @@ class Capture(TorchDispatchMode):
 
     def fetched(self, source: Stream, name: int, at: int, meta: Meta, found: torch.Tensor) -> None:
         """See ``Observer``."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             if not meta.plain:
                 self.refuse("a conjugated or negated tensor is copied here")
             self.events.append(Fetched(source, Ref(name, at), meta, self._made(found)))

@@ -13,7 +13,10 @@ import torch
 
 
 class Observer(Protocol):
-    """What is told of posting, in any thread. ``at``: -1 for a tensor as it was made, else its offset in elements."""
+    """What is told of posting, in any thread; it looks at what ``thread`` posts. ``at``: -1 for a tensor as it was made, else
+    its offset in elements."""
+
+    thread: int
 
     def operation(self, op: Any, args: Any, kwargs: Any, out: Any, place: Any, /) -> None:
         """It was posted to ``place``, or has run here."""

@@ -33,6 +33,9 @@ from .tensor import RemoteTensor
 _node, _sequence = torch._C._current_autograd_node, torch._C._autograd._get_sequence_nr
 _MOST = 1 << 18
 _FORMS, _TIMES = 8, 2
+_FEW, _BEHIND = 1 << 12, 64
+"""Of a step no more is recorded than so many events, and so many times those of the model's call: a model that is not called
+any more (a teacher, once) is no reason to record for ever."""
 
 
 class Origin(NamedTuple):
@@ -53,7 +56,10 @@ class Recorder:
     all modules and optimizers of the process have a hook (torch's global ones), which tells where the program is."""
 
     def __init__(self, net: nn.Module | None = None, inputs: dict[str, torch.Tensor] | None = None) -> None:
-        self._thread, self._here = threading.get_ident(), _agent.current().name
+        self.thread, self._here = threading.get_ident(), _agent.current().name
+        self.first = net is not None
+        """Whether it is of ``FirstSteps``."""
+        self._most = _MOST
         self._events: list[Event] = []
         self._kept: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}
@@ -90,6 +96,10 @@ class Recorder:
         observing.end(self)
         self._hooks.close()
 
+    def called(self) -> None:
+        """The model whose step it is has returned."""
+        self._most = min(_MOST, max(_FEW, _BEHIND * len(self._events)))
+
     def recorded(self) -> Recorded:
         """What was recorded so far."""
         return Recorded(self._here, tuple(self._events), self._sizes, self._kinds)
@@ -112,7 +122,7 @@ class Recorder:
             self._kinds[storage] = Kind.PARAMETER
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self._thread or _node() is not None:
+        if threading.get_ident() != self.thread or _node() is not None:
             return
         if not self._running and module not in self._paths:
             self._know(module)
@@ -121,7 +131,7 @@ class Recorder:
             self._phase, self._stepping = Phase.FORWARD, 0
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if threading.get_ident() != self._thread or _node() is not None or not self._running:
+        if threading.get_ident() != self.thread or _node() is not None or not self._running:
             return
         path = self._running.pop()
         for tensor in tree_leaves(out):
@@ -133,7 +143,7 @@ class Recorder:
                     self._nodes[key] = Origin(path if known is None else known.path, path)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return
         self._stepping += 1
         for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
@@ -145,7 +155,7 @@ class Recorder:
                     self._kinds[storage] = Kind.GRADIENT
 
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             self._stepping = max(0, self._stepping - 1)
 
     def _now(self) -> Phase:
@@ -169,9 +179,9 @@ class Recorder:
 
     def _elsewhere(self) -> bool:
         """Whether what happens is not recorded: in another thread, or too much has been."""
-        if len(self._events) >= _MOST:
+        if len(self._events) >= self._most:
             self.end()
-        return threading.get_ident() != self._thread or len(self._events) >= _MOST
+        return threading.get_ident() != self.thread or len(self._events) >= self._most
 
     def operation(self, op: Operator, args: Any, kwargs: Any, out: Any, place: Stream | None) -> None:
         """See ``Observer``."""
@@ -389,7 +399,7 @@ class FirstSteps:
         if getattr(self._whole, "inside", False):
             return
         if self._current is not None:
-            if self._current._thread != threading.get_ident():
+            if self._current.thread != threading.get_ident():
                 return
             self.end()
         net = self._net()
@@ -425,6 +435,13 @@ class FirstSteps:
             yield
         finally:
             self._whole.inside = False
+            self.called()
+
+    def called(self) -> None:
+        """The model has returned."""
+        recorder = self._current
+        if recorder is not None and recorder.thread == threading.get_ident() and not getattr(self._whole, "inside", False):
+            recorder.called()
 
     def end(self) -> None:
         """The step that is recorded ends here. Idempotent."""
@@ -437,3 +454,10 @@ class FirstSteps:
         self.end()
         found = [each for each in self._found.values() if each]
         return [described([each.recorded() for each in same], same[-1].parameter_bytes()) for same in found]
+
+
+def end_first_steps() -> None:
+    """End the recordings of first steps in this thread."""
+    for each in observing.observers:
+        if isinstance(each, Recorder) and each.first and each.thread == threading.get_ident():
+            each.end()

@@ -162,9 +162,14 @@ class WrappedModel(Extension):
             raise NotSupported("torch.jit.trace cannot follow a model whose parts lie at workers", hint="trace a copy: close()")
         placed = self._placement
         placed.steps += 1
-        if placed.first is not None:
+        if placed.first is None:
+            found = super().__call__(*args, **kwargs)
+        else:
             unseen(placed.first.begin, args, kwargs)
-        found = super().__call__(*args, **kwargs)
+            try:
+                found = super().__call__(*args, **kwargs)
+            finally:
+                placed.first.called()
         return bring_home(found) if placed.outputs == "here" else found
 
     def forward_backward(
@@ -185,7 +190,8 @@ class WrappedModel(Extension):
     def transfers(self) -> list[Transfers]:
         """The tensors that cross in a step, as data: one entry for each form of inputs (their shapes and dtypes, with or
         without grad), the last used one last. What is seen are the first two steps with each of the first eight forms
-        (``recording`` shows any other). Entries have ``save`` and ``draw``, and print as tables."""
+        (``recording`` shows any other); a step ends with the next call of the model, before a graphed one is replayed, or when
+        far more has happened than in the call. Entries have ``save`` and ``draw``, and print as tables."""
         return [] if self._placement.first is None else self._placement.first.transfers()
 
     def placement_table(self) -> str:

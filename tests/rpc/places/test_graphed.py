@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -1033,6 +1034,25 @@ def gradients_are_not_held() -> None:
 
 def test_gradients_are_not_held(group):
     group.run(gradients_are_not_held)
+
+
+def beside_first_steps() -> None:
+    """First steps of other models, which are recorded until they are called again, here or in another thread, are not in the
+    way."""
+    teachers = [rpc.wrap(nn.Linear(4, 4), {"": "worker1"}) for _ in range(2)]
+    pair = Pair(mlp(), momentum, HALVES)
+    teachers[0](torch.ones(2, 4))
+    thread = threading.Thread(target=teachers[1], args=(torch.ones(2, 4),))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    for x, y in batches(8):
+        pair.both(x, y)
+    pair.end(5)
+
+
+def test_beside_first_steps(group):
+    group.run(beside_first_steps)
 
 
 def wrapped_again() -> None:

@@ -156,6 +156,25 @@ def chosen() -> list[tuple[Any, ...]]:
     return [(c.name, c.shape, c.static) for c in model.transfers()[0].crossings]
 
 
+def called_once() -> tuple[int, int]:
+    """What a model that is not called any more has recorded, after other work of some thousand events; of the same work, how
+    many copies cross. Nobody looks on any more."""
+    teacher = wrap(nn.Linear(6, 4), {"": "worker1"})
+    with torch.no_grad():
+        targets = teacher(torch.ones(5, 6))
+    crossed, rows = 3000, torch.ones(3)
+    for _ in range(crossed):
+        targets += rows[0]  # a copy of it, and the sum
+    found = sum(crossing.times for crossing in teacher.transfers()[0].crossings)
+    assert not observing.observers
+    return found, crossed
+
+
+def test_a_model_that_is_called_once_is_not_recorded_for_ever(group: StandingGroup):
+    found, crossed = group.run(called_once)
+    assert 1 < found < crossed
+
+
 def test_shapes_that_depend_on_data_are_dynamic(group: StandingGroup):
     assert group.run(chosen) == [("x", (5, 1), True), ("index()", (2, 1), False)]
 
