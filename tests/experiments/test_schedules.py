@@ -46,6 +46,9 @@ def by_forks(groups: list[Group], job: dict[str, Any], on_event: OnEvent, timeou
                 on_event(group.name, event)
 
 
+GRAPHED = "graphed gpipe", "graphed interleaved"
+
+
 def test_it_measures_every_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +59,7 @@ def test_it_measures_every_schedule(
     schedules.main()
     assert not list(tmp_path.glob(".meeting-*"))
     found = json.loads((tmp_path / "schedules.json").read_text())
-    rows, ours = found["rows"], ("gpipe", "1f1b", "zero_bubble", "interleaved", "interleaved zero_bubble")
+    rows, ours = found["rows"], ("gpipe", "1f1b", "zero_bubble", "interleaved", "interleaved zero_bubble", *GRAPHED)
     both = [("rdmarpc", name) for name in ours]
     both += [("torch", name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")]
     assert [(r["case"], r["library"], r["schedule"]) for r in rows] == [
@@ -67,6 +70,7 @@ def test_it_measures_every_schedule(
         asleep: dict[str, float | None] = {
             "Interleaved1F1B": 45.0,
             "interleaved": 45.0,
+            "graphed interleaved": 45.0,
             "zero_bubble": 42.0,
             "interleaved zero_bubble": 41.0,
             "InterleavedZeroBubble": 41.0,
