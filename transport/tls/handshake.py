@@ -42,7 +42,7 @@ BUFFER_BYTES = 64 << 10
 RENEW_BYTES = 64 << 30
 """Sent under one key; AES-GCM would bear six times that (RFC 8446, 5.5)."""
 _LINGER_MS = 5000  # for a peer that takes nothing, once the worker is through
-_SSL, _TCP, _LOCAL, _READ, _WRITE, _GET_ERROR, _CLEAR, _LAST_ERROR, _SHUTDOWN, _KEY_UPDATE = range(10)
+_SSL, _TCP, _LOCAL, _READ, _WRITE, _GET_ERROR, _CLEAR, _ERROR, _SHUTDOWN, _KEY_UPDATE = range(10)
 _RENEW, _OUT, _IN, _CODE, _ERRNO, _FDS, _WORDS = range(10, 17)
 _POLLIN, _POLLOUT, _POLLERR, _POLLHUP = 1, 4, 8, 16
 _DONTWAIT = 0x40 | 0x4000  # MSG_DONTWAIT | MSG_NOSIGNAL
@@ -67,7 +67,7 @@ def _waits_for(at: int, result: int, heard: int) -> int:
     if kind == ERROR_WANT_WRITE:
         return _POLLOUT
     if kind == ERROR_SSL and word_of(at, _CODE) == 0:
-        store_release(at + 8 * _CODE, call(word_of(at, _LAST_ERROR), 0, 0, 0, 0))
+        store_release(at + 8 * _CODE, call(word_of(at, _ERROR), 0, 0, 0, 0))
     if kind == ERROR_SYSCALL and heard and result < 0:
         store_release(at + 8 * _ERRNO, code)
     return -kind
@@ -166,7 +166,7 @@ class Relay:
         words[_SSL], words[_TCP], words[_LOCAL] = ssl, tcp.fileno(), local.fileno()
         words[_READ], words[_WRITE] = address(self._lib.SSL_read), address(self._lib.SSL_write)
         words[_GET_ERROR], words[_CLEAR] = address(self._lib.SSL_get_error), address(self._lib.ERR_clear_error)
-        words[_LAST_ERROR] = address(self._lib.ERR_peek_last_error)
+        words[_ERROR] = address(self._lib.ERR_peek_error)
         words[_SHUTDOWN], words[_KEY_UPDATE] = address(self._lib.SSL_shutdown), address(self._lib.SSL_key_update)
         words[_RENEW] = RENEW_BYTES
         words[_OUT], words[_IN] = self._buffers[0].ctypes.data, self._buffers[1].ctypes.data

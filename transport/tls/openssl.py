@@ -41,7 +41,7 @@ _FUNCTIONS = {
     "OpenSSL_version_num": (ctypes.c_ulong,),
     "ERR_clear_error": (None,),
     "ERR_get_error": (ctypes.c_ulong,),
-    "ERR_peek_last_error": (ctypes.c_ulong,),
+    "ERR_peek_error": (ctypes.c_ulong,),
     "ERR_reason_error_string": (_s, ctypes.c_ulong),
     "TLS_method": (_p,),
     "SSL_CTX_new": (_p, _p),

@@ -56,14 +56,14 @@ def test_the_one_pointer_that_matches() -> None:
 
 
 def test_pyverbs_does_not_decide_about_the_logging_of_the_program() -> None:
-    handlers, level = list(logging.root.handlers), logging.root.level
+    handlers, level, paths = list(logging.root.handlers), logging.root.level, set(sys.path)
     try:
         provider = packages.Pyverbs()
     except NotSupported as error:
         pytest.skip(str(error))
     assert logging.root.handlers == handlers and logging.root.level == level
     assert "pyverbs in /" in provider.name and "libibverbs.so.1" in provider.name
-    assert not any(path.endswith("dist-packages") for path in sys.path), "more than one package was put within reach"
+    assert paths >= set(sys.path), "more than one package was put within reach"
     assert provider.devices() == sorted(provider.devices())
     with pytest.raises(RdmaError, match="ibv_open_device"):
         Context(provider, "no_such_device")
