@@ -41,10 +41,11 @@ def forward_backward(
 
     Operations are posted in this order: ``"gpipe"`` all forwards, then all backwards, and each worker holds what all
     micro-batches need for their backward; ``"1f1b"`` a backward as soon as one micro-batch more than the model has ``stages``
-    (places) is under way, so what workers hold does not grow with ``chunks``. Workers run them in that order.
-    ``"zero_bubble"`` posts as ``"gpipe"``, and workers run first what another one waits for; while they would idle, gradients
-    of weights, and, where the parts of a model go round the workers, another micro-batch (``scoreboard.py``). Bits are those of
-    the other schedules.
+    (places) is under way, so what workers keep for it does not grow with ``chunks``; inputs and what crosses have their places
+    from when they are posted. Workers run them in that order; with ``"1f1b"`` one that would wait for a copy goes on with the
+    next micro-batch, as far as the next backward. ``"zero_bubble"`` posts as ``"gpipe"``, and workers run first what another
+    one waits for; while they would idle, gradients of weights, and, where the parts of a model go round the workers, another
+    micro-batch (``scoreboard.py``). Bits are those of the other schedules.
 
     Nothing is waited for, so the workers of a model whose parts lie at several compute at once. Returns the detached loss,
     where it was computed. Raises what the model or ``loss_fn`` raised; gradients are then unfinished.
@@ -55,11 +56,13 @@ def forward_backward(
         pieces = _Pieces(args, kwargs, target, checked(chunks))
         count = len(pieces.sizes)
         losses: list[torch.Tensor] = []
-        with looking_ahead() if schedule == "zero_bubble" else nullcontext():
+        with nullcontext() if schedule == "gpipe" else looking_ahead() as turn:
             for forward, at in actions(count, min(count, stages + 1) if schedule == "1f1b" else count):
                 if forward:
                     losses.append(pieces.loss(model, loss_fn, at))
                 else:
+                    if turn is not None and schedule == "1f1b":
+                        turn()
                     losses[at].backward()
                     losses[at] = losses[at].detach()  # what its graph holds is free
         pieces.return_gradients()
@@ -67,15 +70,22 @@ def forward_backward(
 
 
 @contextmanager
-def looking_ahead() -> Iterator[None]:
-    """Have workers run what is posted meanwhile as soon as what it needs is there."""
+def looking_ahead() -> Iterator[Callable[[], None]]:
+    """Have workers run what is posted meanwhile as soon as what it needs is there. Once what this gives was called, they keep
+    the order of posts where nothing waits, and run all that was posted before one call of it before what comes behind the
+    next."""
     told: list[Stream] = []
+
+    def turn() -> None:
+        for stream in told:
+            stream.owe([ring.TURN])
+
     try:
         for stream in streams():
             with suppress(RdmaError):  # a lost worker is named where it is asked for something, if it is
                 stream.post([ring.AHEAD, 1])
                 told.append(stream)
-        yield
+        yield turn
     finally:
         for stream in told:
             stream.owe([ring.AHEAD, -1], [])  # which cannot fail, and comes before all that is posted next

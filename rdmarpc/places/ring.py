@@ -38,10 +38,11 @@ from ..transport import Channel, RdmaError, RemoteRegion, TransferTimeout, Windo
 
 RING_WORDS = 1 << 16
 TOLD_S = 0.1
-KINDS = "operation ask free meta signature inline land send fetch check reset state forget last program replay rename ahead"
+KINDS = "operation ask free meta signature inline land send fetch check reset state forget last program replay rename"
+KINDS += " ahead turn"
 """Kinds of messages, by number; ``worker.py`` says what each is made of."""
-OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_REST = range(18)
-PROGRAM, REPLAY, RENAME, AHEAD = _REST
+OPERATION, ASK, FREE, META, SIGNATURE, INLINE, LAND, SEND, FETCH, CHECK, RESET, STATE, FORGET, LAST, *_REST = range(19)
+PROGRAM, REPLAY, RENAME, AHEAD, TURN = _REST
 WORD = 8
 FLOAT, INT = struct.Struct("<d"), struct.Struct("<q")
 """A word as what it stands for."""

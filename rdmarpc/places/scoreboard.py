@@ -5,6 +5,9 @@ a copy that is to be sent, and what it is made of. What is left, such as gradien
 can. So a backward has the order of a zero-bubble schedule (Qi et al., ICLR 2024), and parts that go round the workers are
 interleaved: a worker that waits for a copy of one micro-batch computes another.
 
+Where the caller posts TURNs, messages keep the order of posts unless they wait, and what follows a TURN runs when all that was
+posted before the TURN before has been run. So a worker keeps few micro-batches (1F1B; Narayanan et al., SOSP 2019).
+
 Results are those of the posted order: of two messages that touch one tensor, of which one writes it, the one that was posted
 earlier runs first (Thornton's scoreboard, CDC 6600). Copies of one region are sent and counted in their order, too.
 """

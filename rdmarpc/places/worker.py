@@ -48,8 +48,8 @@ _SHOWN = {
 """Messages that a timeline has, and what they are in words."""
 
 
-_NEW = (ring.INLINE, ring.META)
-"""Messages about names that no earlier one knows."""
+_NEW = (ring.INLINE, ring.META, ring.TURN)
+"""Messages about names that no earlier one knows, or about none."""
 ENDED = -1
 """In the place of a question's number: the stream has ended, and nothing will be answered any more."""
 
@@ -174,6 +174,8 @@ class Runner:
         self._makes_in_arena = self.channel.registered_only
         """Whether what is sent from here has to lie in the arena, or is staged there."""
         self._looks = 0
+        self._turn_at: int | None = None
+        """The position of the last TURN, while it looks ahead."""
         self._board = Scoreboard(self._arrived)
         """Messages that may run in another order, while it ``_looks`` ahead."""
 
@@ -291,6 +293,13 @@ class Runner:
 
     def _ahead(self, words: list[int], at: int) -> None:
         self._looks += words[at]
+        self._turn_at = None
+
+    def _turn(self, words: list[int], at: int) -> None:
+        position, before = self._position, self._turn_at or 0
+        while self._board and self._board.oldest.position < before:
+            self._run_next()
+        self._turn_at = position
 
     def _put_off(self, words: list[int], at: int, start: int) -> bool:
         """Whether a message may be run later; it will be. Names whose numbers differ in the last 20 bits are of one post."""
@@ -312,7 +321,8 @@ class Runner:
             writes = [name >> 20 for name in words[at + 1 : at + (words[at] >> 8)]]
         else:
             return False
-        self._board.add(Entry(words, at, start, region), reads, writes, kind == ring.SEND)
+        urgent = kind == ring.SEND and self._turn_at is None
+        self._board.add(Entry(words, at, start, region), reads, writes, urgent)
         return True
 
     def _run_next(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from nets import NETS, data
 from torch import nn
 
 import rdmarpc as rpc
+from rdmarpc.experiments.training.pipeline_layers import Asleep
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 Loss = Callable[..., torch.Tensor]
@@ -263,26 +265,62 @@ def test_errors(drive):
     drive(errors)
 
 
-def late() -> None:
+def late(schedule: str) -> None:
     """An index that a worker finds out of range, among messages that run in another order: the error of one process, with its
     line, and gradients of a batch that comes after it are right."""
     make = lambda: nn.Sequential(nn.Embedding(9, 12), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))  # noqa: E731
     model, twin = both(make, {"0": "worker1", "1": "worker2", "2": "worker1", "3": "worker2"})
     rows, y = torch.arange(8) % 9, torch.arange(8) % 3
     for bad in (0, 5, 7):
-        trained(model, twin, [(rows, y)], 4, schedule="zero_bubble")
+        trained(model, twin, [(rows, y)], 4, schedule=schedule)
         with pytest.raises(IndexError, match="out of range") as caught:
             model.forward_backward(
-                F.cross_entropy, rows.index_fill(0, torch.tensor(bad), 9), target=y, chunks=4, schedule="zero_bubble"
+                F.cross_entropy, rows.index_fill(0, torch.tensor(bad), 9), target=y, chunks=4, schedule=schedule
             ).item()
         assert "posted by File" in "".join(caught.value.__notes__)
         for each in (model, twin):
             each.zero_grad()
-    trained(model, twin, [(rows, y)], 4, schedule="zero_bubble")
+    trained(model, twin, [(rows, y)], 4, schedule=schedule)
 
 
-def test_late_errors_among_messages_that_run_in_another_order(drive):
-    drive(late)
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_late_errors_among_messages_that_run_in_another_order(drive, schedule):
+    drive(late, schedule)
+
+
+def resting() -> int:
+    """Forgets what was the most so far. Returns KiB in use."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """KiB."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        return Asleep.apply(x, 0.004, 0.004)
+
+
+def held() -> tuple[int, int]:
+    """KiB that a worker holds at most, before a slower one, by two schedules. What crosses is small."""
+    wide = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 4))
+    model = rpc.wrap(nn.Sequential(wide, nn.Linear(4, 1), Slow()), {"0": "worker1", "1": "worker2"})
+    rpc.rpc_sync("worker2", Slow().forward, (torch.ones(1),))  # its operator is there now
+    x, found = torch.randn(48 * 512, 4), []
+    for schedule in ("1f1b", "1f1b", "gpipe"):
+        before = rpc.rpc_sync("worker1", resting)
+        model.forward_backward(lambda out: out.square().mean(), x, chunks=48, schedule=schedule).item()
+        found.append(rpc.rpc_sync("worker1", peak) - before)
+    model.close()
+    return found[1], found[2]
+
+
+def test_what_a_worker_holds_by_1f1b_is_bounded(drive):
+    bounded, everything = drive(held)
+    assert bounded < everything / 2, (bounded, everything)
 
 
 def posted_again() -> None:
