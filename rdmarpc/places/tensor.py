@@ -745,8 +745,6 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
 def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: Any) -> tuple[list[Any], list[int], Any]:
     """The form of a call; the words of a post of it, of which three are not known yet; the place of its tensors (``_scan``)."""
     form: list[Any] = [op, precisions()] if op.precise else [op]
-    if op.identity:
-        form.append(_one_object(args, kwargs))
     words: list[int] = [0, 0, 0]
     for value, number in zip(args, op.numbers):
         if type(value) is RemoteTensor:  # as ``_scan``, for most operands without that call
@@ -763,7 +761,32 @@ def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: An
         form.append(name)
         if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
             return form, words, place
+    # A number that is by chance the name of what is written only has it looked at.
+    if op.identity and (not op.named_at or words.count(words[op.named_at]) > 1):
+        form += _sharing(op, args, kwargs)
     return form, words, place
+
+
+def _sharing(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Of operands that share memory with what the operator writes, what its kernel asks for: whether two are one object, and
+    how each overlaps with what is written. Empty if none does."""
+    tensors = _tensors((args, kwargs))
+    found = [_overlap(each, other) for each in op.operands_written(args, kwargs) for other in tensors if each is not other]
+    one = _one_object(args, kwargs)
+    return [one, *found] if one or any(found) else []
+
+
+def _overlap(tensor: RemoteTensor, other: RemoteTensor) -> int:
+    """As torch's kernels see it: 2 if both have the same elements, 1 if they have some in common, 0 if none, or if one has
+    gaps: there they do not look."""
+    mine, theirs = tensor._meta.geometry, other._meta.geometry
+    if tensor._handle is not other._handle or mine.span != mine.numel or theirs.span != theirs.numel:
+        return 0
+    begin, their_begin = tensor._offset * mine.dtype.itemsize, other._offset * theirs.dtype.itemsize
+    end, their_end = begin + mine.span * mine.dtype.itemsize, their_begin + theirs.span * theirs.dtype.itemsize
+    if (begin, end) == (their_begin, their_end) and mine.strides == theirs.strides:
+        return 2
+    return int(max(begin, their_begin) < min(end, their_end))
 
 
 def _one_object(args: Any, kwargs: Any) -> bool:

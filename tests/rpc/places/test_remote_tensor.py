@@ -831,6 +831,51 @@ def one_object() -> None:
     both(program)
 
 
+def overlapping_operands() -> None:
+    """What kernels refuse, because operands overlap, is refused at its line, though all shapes are known."""
+    writes: tuple[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+        lambda x, y, i: x.index_put_((i,), y),
+        lambda x, y, i: x.index_add_(0, i, y),
+        lambda x, y, i: x.copy_(y),
+        lambda x, y, i: x.add_(y),
+        lambda x, y, i: x.addcmul_(y, y),
+        lambda x, y, i: x.masked_scatter_(y > 0, y),
+        lambda x, y, i: torch.mul(y, 2.0, out=x),
+        lambda x, y, i: torch.where(y > 0, y, -y, out=x),
+        lambda x, y, i: torch.cat([y[:1], y[1:]], out=x),
+        lambda x, y, i: torch.max(y, 0, keepdim=True, out=(x[:1], i[None, : y.shape[1]]))[0],
+    )
+    operands: tuple[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], ...] = (
+        lambda b: (b[:3], b.clone()[:3]),
+        lambda b: (b[:3], b[3:6]),
+        lambda b: (b[1:4], b[:3]),
+        lambda b: (b[:3], b[:3]),
+        lambda b: (b[:3], b[:3].t()),
+        lambda b: (b[:3, :2], b[:3, 1:]),
+        lambda b: (b[:3, :2], b[:3, :2]),
+    )
+
+    def program(move: Any) -> Iterator[Any]:
+        i = move(torch.tensor([0, 1, 2]))
+        for write, chosen in itertools.product(writes, operands):
+            b = move(torch.arange(24.0).view(8, 3))
+            found = None
+            try:
+                found = write(*chosen(b), i)
+            except (RuntimeError, ValueError) as error:
+                yield str(error)[:80]
+            yield from (found is None, b.tolist())
+
+    both(program)
+    x = there(torch.zeros(64, 8))
+    x[3].copy_(x[4])
+    before = len(x._handle.stream.known)
+    for each in range(5, 64):
+        x[each].copy_(x[each - 4])
+        x[each, :4].add_(x[64 - each, 4:])
+    assert len(x._handle.stream.known) <= before + 1  # wherever they lie, as long as they lie apart
+
+
 def _written(write: Any, x: torch.Tensor, y: torch.Tensor) -> Iterator[Any]:
     try:
         write(x, y)
@@ -1330,8 +1375,8 @@ def graph_is_plain() -> None:
 CHECKS = (
     made, moved, numbers, named_refusals, copies, copies_of_conjugates, files, modules, long_lists, views, turned,
     turned_under_views, written_in_part, versions, hooks, second_order, contexts, autocast_in_kernels, one_object,
-    drawn_where_it_lies, resized, inference, dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads,
-    frees, freed_at_once, forgets_what_raised, late_errors, caught, collectives, no_memory, graph_is_plain,
+    overlapping_operands, drawn_where_it_lies, resized, inference, dropped, functions, data, sparse, kinds_that_stay_here,
+    crossing, threads, frees, freed_at_once, forgets_what_raised, late_errors, caught, collectives, no_memory, graph_is_plain,
     written_while_it_is_copied,
 )  # fmt: skip
 
