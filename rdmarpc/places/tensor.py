@@ -154,7 +154,9 @@ class RemoteTensor(torch.Tensor):
 
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
-        made = self._like(self.data)
+        parameter = getattr(self, "_is_param", False)
+        # What is no parameter torch makes anew: within inference mode that gives an inference tensor.
+        made = self._like(self.data if parameter else wrapper(self._handle, self._meta, self._offset, self._at))
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
         return made
 
@@ -1073,19 +1075,21 @@ def _exchanged(view: RemoteTensor, like: RemoteTensor) -> bool:
     its gradient is retained, or a profiler has references to it, or what it is a view of has no such part."""
     base, meta, offset = cast(RemoteTensor, view._base), like._meta, like._offset
     # What torch would raise for it, once the base is written, it raises anyway. Of another dtype, it runs it again, too.
-    otherwise = _creation(view) != _DEFAULT or not meta.plain or view.dtype is not base.dtype
-    if otherwise or (view.is_leaf and view.requires_grad):
+    if _creation(view) != _DEFAULT or not meta.plain or view.dtype is not base.dtype:
         return True
-    if view.retains_grad:
-        return False
     try:
+        # With autograd also to look at it: it may have to be run again because its base was written.
         with _unseen(), torch.inference_mode(False), with_autograd("ADInplaceOrView"):
+            if view.is_leaf and view.requires_grad:
+                return True
+            if view.retains_grad:
+                return False
             made = base.as_strided(meta.shape, meta.strides, offset)
-        torch._C._swap_tensor_impl(view, made)
+            torch._C._swap_tensor_impl(view, made)
+            if view._backward_hooks and view.grad_fn is not None:
+                view.grad_fn._register_hook_dict(view)
     except RuntimeError:
         return False
-    if view._backward_hooks and view.grad_fn is not None:
-        view.grad_fn._register_hook_dict(view)
     return True
 
 

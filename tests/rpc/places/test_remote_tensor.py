@@ -595,6 +595,7 @@ def turned_under_views() -> None:
         turns = (
             lambda b: b.t_(),
             lambda b: torch.ops.aten.transpose_(b, 0, 1),
+            lambda b: b.unsqueeze_(1).transpose_(0, 2).squeeze_(),
             lambda b: torch.Tensor.unsqueeze_(b, 1),
             lambda b: b.as_strided_((2, 8), (8, 1)),
             lambda b: setattr(b, "data", b.data.t().contiguous()),
@@ -1001,7 +1002,8 @@ def inference() -> None:
 
     def program(move: Any) -> Iterator[Any]:
         def seen(x: torch.Tensor) -> list[bool]:
-            return [each.is_inference() for each in (x.data, x.view(torch.int32), x.detach(), x[1:], x.view(2, 2), x + 1)]
+            made = x.data, x.view(torch.int32), x.detach(), x[1:], x.view(2, 2), x + 1, copy.copy(x), copy.deepcopy(x)
+            return [each.is_inference() for each in (*made, copy.copy(x[1:]), copy.copy(nn.Parameter(x, False)))]
 
         x = move(torch.ones(4))
         with torch.inference_mode():
