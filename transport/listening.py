@@ -322,14 +322,15 @@ class Questions:
         try:
             send(kind, number)
             with self._news:
-                heard = self._news.wait_for(over, ANSWER_TIMEOUT_S)
+                self._news.wait_for(over, ANSWER_TIMEOUT_S)
         finally:
             self._asked.pop(answer, None)
+        if answered.is_set() or known():  # whatever has become of the peer since
+            return
         if channel.error is not None:
             raise fresh(channel.error)
-        if not heard:
-            why = "the peer did not acknowledge a control message"
-            raise TransferTimeout(why, peer=channel.peer, device=channel.device.name)
+        why = "the peer did not acknowledge a control message"
+        raise TransferTimeout(why, peer=channel.peer, device=channel.device.name)
 
     def answer(self, kind: int, number: int) -> None:
         """Enter an answer that came."""

@@ -290,7 +290,8 @@ class Caller:
 
     def _arrived(self, pending: Pending, fetch: Fetch) -> None:
         """Take an answer of which all has been READ, or never will be (mostly called by the thread that hears the peers)."""
-        lost = pending.link.channel.error is not None  # the handling of the loss answers the call then
+        # What is here counts, whatever has become of the peer since. Else the handling of the loss answers the call.
+        lost = fetch.error is not None and pending.link.channel.error is not None
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
             self.progress.interrupt()

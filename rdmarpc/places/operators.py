@@ -115,9 +115,10 @@ class Operator:
         self.named_numbers = frozenset(a.name for a, number in zip(arguments, self.numbers) if number)
         self.refused = REFUSED.get(self.name) or REFUSED.get(base)
         self.read_here = _READ_HERE.get(base)
-        self.identity = bare in _IDENTITY or (self.mutable and _TAGS.pointwise not in tags and not self.foreach)
-        """Whether it asks if operands are one object: nothing else tells it, of memory with gaps, that it reads what it writes.
-        Pointwise ones do not care."""
+        self.identity = bare in _IDENTITY or (self.mutable and not self.foreach)
+        """Whether it asks if operands share memory, and, where memory has gaps, if they are one object."""
+        self.named_at = 3 if self.written == (0,) else -2 if self.written == ("out",) else 0
+        """Which word of a post is the name of the single operand that it writes; 0: there are more, or none."""
         self.precise = "conv" in bare or "rnn" in bare
         """Whether it asks for precisions of its own (``flags.precisions``)."""
         placing = any(argument.name == "device" for argument in arguments)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from ..base import here
@@ -19,6 +20,7 @@ from ..message.serialize import Message, register_reducer
 from ..transport import NotSupported
 from .geometry import Geometry, view
 from .names import DEVICE
+from .recording import unseen
 from .runners import running
 from .tensor import OWN, RemoteTensor
 from .wrap import exchange
@@ -126,6 +128,15 @@ def _on_the_cpu(torchs: Callable[..., None], made: Any, *args: Any, **kwargs: An
     )
 
 
+def _any_hook(torchs: Callable[[], Any]) -> bool:
+    """Whether the program has global hooks of modules. ``torch.compile`` warns of these, since they are called for the module
+    that it makes, too. To those of a recorder that is no matter."""
+    hooks = [*modules._global_forward_pre_hooks.values(), *modules._global_forward_hooks.values()]
+    if hooks and all(getattr(hook, "func", None) is unseen for hook in hooks):
+        return bool(modules._global_backward_pre_hooks or modules._global_backward_hooks)
+    return bool(torchs())
+
+
 def _replace(ours: Callable[..., Any], names: str, *owners: Any) -> None:
     """In the place of these names ``ours`` is called, with torch's own and what that was called with."""
 
@@ -151,6 +162,7 @@ _replace(
 )
 _replace(_on_the_cpu, "__init__", torch.amp.autocast, torch.amp.GradScaler)
 _replace(_apply, "_apply", nn.Module)
+_replace(_any_hook, "_has_any_global_hook", modules)
 if dist.is_available():
     _replace(_lists, "all_gather gather reduce_scatter scatter", dist, dist.distributed_c10d)
 

@@ -154,7 +154,9 @@ class RemoteTensor(torch.Tensor):
 
     def __copy__(self) -> Any:
         """Another tensor over the same memory."""
-        made = self._like(self.data)
+        parameter = getattr(self, "_is_param", False)
+        # What is no parameter torch makes anew: within inference mode that gives an inference tensor.
+        made = self._like(self.data if parameter else wrapper(self._handle, self._meta, self._offset, self._at))
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
         return made
 
@@ -200,9 +202,10 @@ class RemoteTensor(torch.Tensor):
         assert type(value) is RemoteTensor
         anchor = self._handle.anchor
         if value._meta is not self._meta or value._offset != self._offset:
-            if self._base is not None and self._base.requires_grad:
+            base = self._base
+            # Until what it is a view of is written, it has the history of what it was.
+            if not _loosened(self) or (base is not None and (base.requires_grad or not _exchanged(self, value))):
                 raise NotSupported(f".data = ...: {TURNED}", hint="make a new tensor of it")
-            _loosened(self)
         _data.__set__(self, value)
         self._handle, self._meta, self._offset, self._words = value._handle, value._meta, value._offset, value._words
         self._handle.anchor = anchor
@@ -745,8 +748,6 @@ def post(place: Stream, op: Operator, args: tuple[Any, ...], kwargs: dict[str, A
 def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: Any) -> tuple[list[Any], list[int], Any]:
     """The form of a call; the words of a post of it, of which three are not known yet; the place of its tensors (``_scan``)."""
     form: list[Any] = [op, precisions()] if op.precise else [op]
-    if op.identity:
-        form.append(_one_object(args, kwargs))
     words: list[int] = [0, 0, 0]
     for value, number in zip(args, op.numbers):
         if type(value) is RemoteTensor:  # as ``_scan``, for most operands without that call
@@ -763,7 +764,32 @@ def _form(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: An
         form.append(name)
         if (place := _scan(value, form, words, name in op.named_numbers, place)) is _ELSEWHERE:
             return form, words, place
+    # A number that is by chance the name of what is written only has it looked at.
+    if op.identity and (not op.named_at or words.count(words[op.named_at]) > 1):
+        form += _sharing(op, args, kwargs)
     return form, words, place
+
+
+def _sharing(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Of operands that share memory with what the operator writes, what its kernel asks for: whether two are one object, and
+    how each overlaps with what is written. Empty if none does."""
+    tensors = _tensors((args, kwargs))
+    found = [_overlap(each, other) for each in op.operands_written(args, kwargs) for other in tensors if each is not other]
+    one = _one_object(args, kwargs)
+    return [one, *found] if one or any(found) else []
+
+
+def _overlap(tensor: RemoteTensor, other: RemoteTensor) -> int:
+    """As torch's kernels see it: 2 if both have the same elements, 1 if they have some in common, 0 if none, or if one has
+    gaps: there they do not look."""
+    mine, theirs = tensor._meta.geometry, other._meta.geometry
+    if tensor._handle is not other._handle or mine.span != mine.numel or theirs.span != theirs.numel:
+        return 0
+    begin, their_begin = tensor._offset * mine.dtype.itemsize, other._offset * theirs.dtype.itemsize
+    end, their_end = begin + mine.span * mine.dtype.itemsize, their_begin + theirs.span * theirs.dtype.itemsize
+    if (begin, end) == (their_begin, their_end) and mine.strides == theirs.strides:
+        return 2
+    return int(max(begin, their_begin) < min(end, their_end))
 
 
 def _one_object(args: Any, kwargs: Any) -> bool:
@@ -1039,34 +1065,43 @@ def _new_view(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _loosened(base: RemoteTensor) -> bool:
     """Exchange the views of a tensor whose geometry is about to change. Once it is written, torch would run them again over its
-    new shape; one process takes them for what ``as_strided`` gives, and so are those that are put in their place. Whether all
-    were exchanged: not those with hooks, nor those to which a profiler has references."""
+    new shape; one process takes them for what ``as_strided`` gives. Whether that could be."""
     found: list[Any] = [each for each in base._handle.views() if each._base is base]
-    for view in found:
-        if view._backward_hooks or view.retains_grad:
-            return False
-        # What torch would raise for it, once the base is written, it raises anyway. Of another dtype, it runs it again, too.
-        if _creation(view) != _DEFAULT or not view._meta.plain or view.dtype is not base.dtype:
-            continue
+    return all(_exchanged(view, view) for view in found)
+
+
+def _exchanged(view: RemoteTensor, like: RemoteTensor) -> bool:
+    """Exchange a view for one that torch runs again as ``as_strided``, to lie as ``like`` does. Whether that could be: not if
+    its gradient is retained, or a profiler has references to it, or what it is a view of has no such part."""
+    base, meta, offset = cast(RemoteTensor, view._base), like._meta, like._offset
+    # What torch would raise for it, once the base is written, it raises anyway. Of another dtype, it runs it again, too.
+    if _creation(view) != _DEFAULT or not meta.plain or view.dtype is not base.dtype:
+        return True
+    try:
+        # With autograd also to look at it: it may have to be run again because its base was written.
         with _unseen(), torch.inference_mode(False), with_autograd("ADInplaceOrView"):
-            made = base.as_strided(view.shape, view.stride(), view.storage_offset())
-        try:
+            if view.is_leaf and view.requires_grad:
+                return True
+            if view.retains_grad:
+                return False
+            made = base.as_strided(meta.shape, meta.strides, offset)
             torch._C._swap_tensor_impl(view, made)
-        except RuntimeError:
-            return False
+            if view._backward_hooks and view.grad_fn is not None:
+                view.grad_fn._register_hook_dict(view)
+    except RuntimeError:
+        return False
     return True
 
 
 def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor's geometry changes here. A view that has a history cannot be made to have another one from here; ``_turned``
-    exchanges it."""
+    """The tensor's geometry changes here. A view cannot be made to have another history from here; ``_turned`` exchanges it."""
     tensor, base = args[0], args[0]._base
     if op.func is aten.detach_.default:
         lost = False
     elif base is None:
         lost = not _loosened(tensor)
     else:
-        lost = op.func is aten.as_strided_.default or (base.requires_grad and not _running.turns)
+        lost = not _running.turns
     if lost:
         name = op.func.__name__.partition("_.")[0]
         raise NotSupported(f"{op.name}: {TURNED}", hint=f"make a new tensor of it: x = x.{name}(...)")
@@ -1081,6 +1116,9 @@ def _in_place_geometry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 def _set(tensor: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
     """The tensor lies over the source's memory from now on; a plain source is moved first."""
     found: Any = at_place(source, tensor._handle.stream) if type(source) is not RemoteTensor else source
+    turns = found._meta is not tensor._meta or found._offset != tensor._offset
+    if turns and (tensor._base is not None or not _loosened(tensor)):
+        raise NotSupported(f"set_: {TURNED}", hint="make a new tensor of it")
     with _BELOW(_PYTHON):
         aten.set_.source_Tensor(tensor, found)
     found._handle.anchor |= tensor._handle.anchor

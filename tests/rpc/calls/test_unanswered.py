@@ -154,3 +154,30 @@ def call_one_that_no_way_leads_to(rank):
 def test_calls_to_a_host_that_is_cut_off_do_not_each_look_for_a_way():
     attempts, errors = run_group(call_one_that_no_way_leads_to, 2, transport="tcp")[0].result
     assert attempts == 1 and errors == ["worker1"] * 60
+
+
+def all_is_here(rank):
+    """The callee dies when all of a large answer has been READ, and before that was looked at."""
+    if rank == 1:
+        time.sleep(60)
+    pid, caller = rpc.rpc_sync("worker1", os.getpid), agent.current().caller
+    arrived, lost, taken = caller._arrived, caller.lost, threading.Event()
+
+    def take(pending, fetch):
+        eventually(lambda: pending.link.channel.error is not None, True, limit=20.0)
+        arrived(pending, fetch)
+        taken.set()
+
+    def late(pending, fetch):
+        os.kill(pid, signal.SIGKILL)
+        threading.Thread(target=take, args=(pending, fetch)).start()
+
+    caller._arrived = late
+    caller.lost = lambda link, error: (taken.wait(20), lost(link, error))[1]
+    found = rpc.rpc_sync("worker1", torch.ones, (1 << 20,)).sum().item()
+    rpc.shutdown(graceful=False)
+    return found
+
+
+def test_an_answer_that_is_here_counts_though_its_worker_has_died_since():
+    assert run_group(all_is_here, transport="tcp")[0].result == 1 << 20

@@ -565,11 +565,16 @@ def turned() -> None:
     y.register_hook(lambda g: g)
     refused(lambda: y.unsqueeze_(0), "has hooks")
     refused(lambda: x.clone()[:2].as_strided_((2, 2), (2, 1), 1), "gradients would be wrong")
-    for turn in (torch.ops.aten.t_, torch.Tensor.t_, lambda row: setattr(row, "data", row.data.t())):
-        refused(lambda turn=turn: turn(x.clone()[:2]), "gradients would be wrong")
+    for turn in (torch.ops.aten.t_, torch.Tensor.t_, lambda row: row.set_(row.detach()[1:])):
+        for base in (x.clone(), x.detach().clone()):  # which may get a history yet
+            refused(lambda turn=turn, base=base: turn(base[:2]), "gradients would be wrong")
+    refused(lambda: setattr(x.clone()[:2], "data", there(torch.zeros(4, 2))), "gradients would be wrong")
+    refused(lambda: setattr(there(torch.zeros(4, 4))[:2], "data", there(torch.zeros(5, 5))), "gradients would be wrong")
     y = x.clone()
     row = y[0]
-    row.register_hook(lambda g: g)
+    row.retain_grad()
+    for turn in (lambda: setattr(y, "data", there(torch.zeros(5, 5))), lambda: y.set_(y.data.t())):
+        refused(turn, "gradients would be wrong")
     refused(lambda: y.unsqueeze_(0), r"hint: .* x = x\.unsqueeze\(")
     assert y.shape == (4, 4)
 
@@ -590,6 +595,7 @@ def turned_under_views() -> None:
         turns = (
             lambda b: b.t_(),
             lambda b: torch.ops.aten.transpose_(b, 0, 1),
+            lambda b: b.unsqueeze_(1).transpose_(0, 2).squeeze_(),
             lambda b: torch.Tensor.unsqueeze_(b, 1),
             lambda b: b.as_strided_((2, 8), (8, 1)),
             lambda b: setattr(b, "data", b.data.t().contiguous()),
@@ -629,6 +635,72 @@ def turned_under_views() -> None:
         yield from (net.weight, net.weight.grad, net.bias.grad)
 
     both(program)
+
+
+def turned_before_a_history() -> None:
+    """A view gets data that lies otherwise, or what it is a view of does, and only then there is a gradient."""
+    counted = lambda x: x * torch.arange(1.0, x.numel() + 1).view(x.shape)  # noqa: E731
+
+    def views(move: Any) -> Iterator[Any]:
+        turns = (
+            lambda w: setattr(w, "data", w.data.t()),
+            lambda w: setattr(w, "data", w.data.t().contiguous()),
+            lambda w: setattr(w, "data", move(torch.ones(2, 3))),
+            lambda w: setattr(w, "data", move(torch.ones(3, 2).double())),
+            lambda w: setattr(w, "data", move(torch.ones(4, 4))[2:]),
+            lambda w: setattr(w, "data", move(torch.ones(2, 4))),
+            lambda w: w.set_(move(torch.ones(2, 4))),
+        )
+        uses = (
+            lambda b, w, p: (b.mul_(p), counted(w).sum() + b.sum())[1],
+            lambda b, w, p: counted(w).sum() + b.mul(p).sum(),
+            lambda b, w, p: (w.mul_(2), b.mul_(p), w.mul_(3), counted(w).sum() + (b * b).sum())[3],
+            lambda b, w, p: (w.mul_(p.sum()), counted(w).sum() + counted(b * b).sum())[1],
+        )
+        for turn, use, mode in itertools.product(turns, uses, (torch.enable_grad, torch.no_grad)):
+            p = move(torch.arange(16.0).view(4, 4) / 16).requires_grad_()
+            b = move(torch.ones(4, 4))
+            w = b[:2]
+            with mode():
+                turn(w)
+            try:
+                use(b, w, p).backward()
+                yield from (b, w, p.grad)
+            except RuntimeError as error:
+                yield str(error)[:60]
+
+    def bases(move: Any) -> Iterator[Any]:
+        turns = (
+            lambda b: b.t_(),
+            lambda b: setattr(b, "data", b.data.t().contiguous()),
+            lambda b: setattr(b, "data", move(torch.ones(6, 3))),
+            lambda b: b.set_(move(torch.arange(16.0)).view(2, 8)),
+        )
+        uses = (
+            lambda b, w, p: counted(w).sum() + counted(b).exp().sum(),
+            lambda b, w, p: (b.mul_(2), counted(w).sum() + (b * b).sum())[1],
+            lambda b, w, p: (b.mul_(p.sum()), w.mul_(3), b.add_(1), counted(w).sum() + (b * b).sum())[3],
+        )
+        hooks = (
+            lambda w, seen: None,
+            lambda w, seen: w.requires_grad and w.register_hook(seen.append),
+            lambda w, seen: w.requires_grad or w.requires_grad_(),
+        )
+        for tracked, turn, use, hook in itertools.product((True, False), turns, uses, hooks):
+            p, seen = move(torch.arange(16.0).view(4, 4) / 16).requires_grad_(), []
+            b = p.clone() if tracked else move(torch.ones(4, 4))
+            w = b[2:]
+            hook(w, seen)
+            try:
+                with torch.no_grad():
+                    turn(b)
+                use(b, w, p).backward()
+                yield from (b, w, p.grad, w.requires_grad, w.is_leaf, *seen)
+            except RuntimeError as error:
+                yield str(error)[:40]
+
+    both(views)
+    both(bases)
 
 
 def written_in_part() -> None:
@@ -831,6 +903,51 @@ def one_object() -> None:
     both(program)
 
 
+def overlapping_operands() -> None:
+    """What kernels refuse, because operands overlap, is refused at its line, though all shapes are known."""
+    writes: tuple[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+        lambda x, y, i: x.index_put_((i,), y),
+        lambda x, y, i: x.index_add_(0, i, y),
+        lambda x, y, i: x.copy_(y),
+        lambda x, y, i: x.add_(y),
+        lambda x, y, i: x.addcmul_(y, y),
+        lambda x, y, i: x.masked_scatter_(y > 0, y),
+        lambda x, y, i: torch.mul(y, 2.0, out=x),
+        lambda x, y, i: torch.where(y > 0, y, -y, out=x),
+        lambda x, y, i: torch.cat([y[:1], y[1:]], out=x),
+        lambda x, y, i: torch.max(y, 0, keepdim=True, out=(x[:1], i[None, : y.shape[1]]))[0],
+    )
+    operands: tuple[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], ...] = (
+        lambda b: (b[:3], b.clone()[:3]),
+        lambda b: (b[:3], b[3:6]),
+        lambda b: (b[1:4], b[:3]),
+        lambda b: (b[:3], b[:3]),
+        lambda b: (b[:3], b[:3].t()),
+        lambda b: (b[:3, :2], b[:3, 1:]),
+        lambda b: (b[:3, :2], b[:3, :2]),
+    )
+
+    def program(move: Any) -> Iterator[Any]:
+        i = move(torch.tensor([0, 1, 2]))
+        for write, chosen in itertools.product(writes, operands):
+            b = move(torch.arange(24.0).view(8, 3))
+            found = None
+            try:
+                found = write(*chosen(b), i)
+            except (RuntimeError, ValueError) as error:
+                yield str(error)[:80]
+            yield from (found is None, b.tolist())
+
+    both(program)
+    x = there(torch.zeros(64, 8))
+    x[3].copy_(x[4])
+    before = len(x._handle.stream.known)
+    for each in range(5, 64):
+        x[each].copy_(x[each - 4])
+        x[each, :4].add_(x[64 - each, 4:])
+    assert len(x._handle.stream.known) <= before + 1  # wherever they lie, as long as they lie apart
+
+
 def _written(write: Any, x: torch.Tensor, y: torch.Tensor) -> Iterator[Any]:
     try:
         write(x, y)
@@ -885,7 +1002,8 @@ def inference() -> None:
 
     def program(move: Any) -> Iterator[Any]:
         def seen(x: torch.Tensor) -> list[bool]:
-            return [each.is_inference() for each in (x.data, x.view(torch.int32), x.detach(), x[1:], x.view(2, 2), x + 1)]
+            made = x.data, x.view(torch.int32), x.detach(), x[1:], x.view(2, 2), x + 1, copy.copy(x), copy.deepcopy(x)
+            return [each.is_inference() for each in (*made, copy.copy(x[1:]), copy.copy(nn.Parameter(x, False)))]
 
         x = move(torch.ones(4))
         with torch.inference_mode():
@@ -1329,10 +1447,10 @@ def graph_is_plain() -> None:
 
 CHECKS = (
     made, moved, numbers, named_refusals, copies, copies_of_conjugates, files, modules, long_lists, views, turned,
-    turned_under_views, written_in_part, versions, hooks, second_order, contexts, autocast_in_kernels, one_object,
-    drawn_where_it_lies, resized, inference, dropped, functions, data, sparse, kinds_that_stay_here, crossing, threads,
-    frees, freed_at_once, forgets_what_raised, late_errors, caught, collectives, no_memory, graph_is_plain,
-    written_while_it_is_copied,
+    turned_under_views, turned_before_a_history, written_in_part, versions, hooks, second_order, contexts,
+    autocast_in_kernels, one_object, overlapping_operands, drawn_where_it_lies, resized, inference, dropped, functions,
+    data, sparse, kinds_that_stay_here, crossing, threads, frees, freed_at_once, forgets_what_raised, late_errors, caught,
+    collectives, no_memory, graph_is_plain, written_while_it_is_copied,
 )  # fmt: skip
 
 

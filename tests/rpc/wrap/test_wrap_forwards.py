@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -323,3 +324,31 @@ def compiled_here() -> None:
 
 def test_compiled_here(drive):
     drive(compiled_here)
+
+
+def compiled_whole() -> None:
+    """``torch.compile`` of a wrapped model warns of nothing that the program has not done, and what crosses is seen."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, tables = torch.randn(4, 6), []
+    for change in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
+        placed = wrap(copy.deepcopy(net), {"2": "worker1"})
+        model = change(placed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                model(x).sum().backward()
+        tables.append(placed.placement_table())
+        model(x + 1)
+        placed.close()
+    assert tables[0] == tables[1], tables
+    model = torch.compile(wrap(net, {"2": "worker1"}), backend="eager")
+    model(x)
+    with (
+        nn.modules.module.register_module_forward_hook(lambda module, args, out: None),
+        pytest.warns(UserWarning, match="global hooks"),
+    ):
+        model(x)
+
+
+def test_compiled_whole(drive):
+    drive(compiled_whole)

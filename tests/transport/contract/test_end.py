@@ -105,6 +105,25 @@ def test_who_finds_a_broken_connection_is_told_what_the_peer_said_last(
     may_hear.set()
 
 
+def test_a_question_that_was_answered_does_not_fail_because_the_peer_has_left_since(open_device: Callable[..., Device]) -> None:
+    a: Any = open_device("shm")
+    b: Any = open_device("shm")
+    ab, ba = a.connect(b.address), b.accept(timeout=T)
+    answered, news = threading.Event(), ab.questions.answer
+    ab.questions.answer = lambda *answer: (news(*answer), answered.set())
+
+    def send(kind: int, number: int) -> None:
+        """Come back late."""
+        ab.send(kind, number)
+        assert answered.wait(T)
+        ba.close()
+        with pytest.raises(PeerLost):
+            ab.expect(1).wait(T)
+
+    ab.questions.ask(ab, send, SYNC, ab.questions.number())
+    assert isinstance(ab.error, PeerLost)
+
+
 def test_what_was_posted_before_close_arrives(pair: Pair) -> None:
     ours, theirs = filled(pair.a, 6 << 20, C), filled(pair.b, 6 << 20, S)
     work = pair.ab.memcpy(pair.remote(theirs), ours, notify=1)
