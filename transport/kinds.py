@@ -276,8 +276,7 @@ class AutoDevice(Device):
         return found
 
     def poller(self) -> Poller:
-        verbs: Any = self.devices.get("verbs")
-        return Poller(self.memory, self.port, verbs.local.arrived if verbs is not None else None)
+        return self.devices["verbs"].poller() if "verbs" in self.devices else super().poller()
 
     # -- choosing
 

@@ -109,6 +109,8 @@ class ShmChannel(Channel):
         return ShmTransfer(self, sides, notify) if all_mapped else CmaTransfer(self, sorted_pairs, notify)
 
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
+        if notify is not None:
+            return self.prepare([(dst, src)], notify=notify).post()
         remote, tensor, write = sort_pair(dst, src)
         known = remote.resolved
         if known is not None and known[0] is self and (known[2] or not write):
@@ -116,11 +118,9 @@ class ShmChannel(Channel):
         else:
             address, mapped = self.resolve(remote, write=write)
             if not mapped:
-                return self.prepare([(dst, src)], notify=notify).post()
+                return self.prepare([(dst, src)]).post()
             # Segments stay mapped for the channel's life, so the answer holds as long.
             remote.resolved = (self, address, write)
-        if notify is not None:
-            return self.prepare([(dst, src)], notify=notify).post()
         local = tensor.data_ptr()
         if kernels.put(self._single.address, *((address, local) if write else (local, address)), remote.nbytes):
             raise self.ended()

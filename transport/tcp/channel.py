@@ -168,7 +168,8 @@ class TcpChannel(Channel):
     def start(self, heart: Heart) -> None:
         """Let the I/O thread serve this channel from now on, and send the frames that were posted before."""
         with self.outbox.lock:
-            self.outbox.start(heart.pulse(self.sock.fileno(), self._beat_s))
+            if not self._gone.is_set():  # since it is watched, the peer may have hung up
+                self.outbox.start(heart.pulse(self.sock.fileno(), self._beat_s))
 
     def look(self, seconds: float) -> float:
         """Note that ``seconds`` have passed since the last look. Returns for how long (s) nothing has come (I/O thread)."""

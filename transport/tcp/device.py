@@ -74,13 +74,13 @@ class TcpDevice(ListeningDevice):
             there = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
             hint = f"interfaces with an address that other hosts reach: {there or 'none'}"
             raise NotSupported(f"no address, or interface with one, {host!r} here: {error}", device="tcp", hint=hint) from None
-        for at, (family, _, _, _, where) in enumerate(found, 1):
+        why = f"{host!r} has no address"
+        for family, _, _, _, where in found:
             try:
                 return self._bound(family, where)
             except OSError as error:
-                if at == len(found):
-                    raise NotSupported(f"cannot listen on {where[0]}:{port}: {error}", device="tcp") from None
-        raise NotSupported(f"{host!r} has no address", device="tcp")
+                why = f"cannot listen on {where[0]}:{port}: {error}"
+        raise NotSupported(why, device="tcp")
 
     def _bound(self, family: int, where: Any) -> socket.socket:
         at = ipaddress.ip_address(where[0])

@@ -65,7 +65,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 class Outbox:
-    """The unsent frames of one channel. Callers hold ``lock``, except for ``start`` and ``flush``, which take it."""
+    """The unsent frames of one channel. Callers hold ``lock``, except for ``flush`` and ``read_elsewhere``, which take it."""
 
     def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, int], None]) -> None:
         """``watch(sock, events)`` tells the I/O thread whether to read what comes (``IN``), and whether to call ``flush`` when
@@ -97,9 +97,8 @@ class Outbox:
 
     def start(self, pulse: Pulse) -> None:
         """Let the I/O thread serve this stream from now on, and send the frames that were posted before."""
-        with self.lock:
-            self._pulse = pulse
-            self.flush()
+        self._pulse = pulse
+        self.flush()
 
     def flush(self) -> None:
         """Send some of what is left over (I/O thread, when the socket has room)."""

@@ -208,7 +208,6 @@ class Reader:
         self._frame: tuple[int, ...] = ()
         self._left = 0
         self._target: memoryview | None = None
-        self._target_region = 0
         self._reason = bytearray(wire.MAX_REASON)
         # State of the post that is being received:
         self._refusal = ""
@@ -308,7 +307,7 @@ class Reader:
         if self._header_got == HEADER.size:
             self._header_got = 0
             self._frame = HEADER.unpack(self._header)
-            self._target, self._target_region = None, 0
+            self._target = None
             self._begin_frame(*self._frame)
             if not self._left:
                 self._end_frame()
@@ -330,7 +329,7 @@ class Reader:
                 self._answered_by_data = bool(flags & LAST)
                 self._answer(wire.DATA, seq, [found], region=region, index=index, flags=flags & LAST)
             if op == wire.WRITE:
-                self._left, self._target_region = nbytes, region
+                self._left = nbytes
         elif op == wire.DATA:
             self._target, self._left = self._posts.target(seq, index), nbytes
             if self._target is None or len(self._target) != nbytes:
@@ -346,7 +345,7 @@ class Reader:
 
     def _end_frame(self) -> None:
         op, flags, index, imm, seq, _, _, _, nbytes = self._frame
-        self._target, self._target_region = None, 0
+        self._target = None
         if op in (wire.WRITE, wire.READ, wire.CHECK, wire.NOTIFY):
             if imm and not self._refusal:
                 kernels.signal(self._records + (imm - 1) * RECORD_BYTES, self._bells)
@@ -388,7 +387,7 @@ class Reader:
         """Stop a copy into a region of ours. Its memory is not written after the return. Call it with ``lock`` held."""
         if self._places[region % PLACES, 0] == region:
             self._places[region % PLACES] = 0
-        if self._target_region == region and self._left:
+        if self._left and self._frame[0] == WRITE and self._frame[5] == region:
             self._target = None
             self._refusal = self._refusal or f"region {region} was closed during the copy"
 

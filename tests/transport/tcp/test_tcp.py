@@ -28,7 +28,10 @@ from rdmarpc.transport import (
     Work,
 )
 from rdmarpc.transport.peers.address import split_place, where_to_listen
+from rdmarpc.transport.peers.heartbeat import Heart
 from rdmarpc.transport.tcp import transfer as posts
+from rdmarpc.transport.tcp.channel import TcpChannel
+from rdmarpc.transport.words import kernels
 
 T = 30.0
 Open = Callable[..., Device]
@@ -218,6 +221,23 @@ def test_a_post_to_a_peer_that_has_just_hung_up(pair: Pair) -> None:
     pair.ab.outbox.flush()  # type: ignore[attr-defined]
     pair.ab.memcpy(remote, filled(pair.a, 1 << 10, C))
     pair.ab._io._epoll.register(pair.ab.sock)  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_hangs_up_before_it_is_served(open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing beats for its stream, whose row of the heart would be lost."""
+    a, b = open_device("tcp"), open_device("tcp")
+    start = TcpChannel.start
+
+    def late(channel: TcpChannel, heart: Heart) -> None:
+        if channel.device is b:
+            assert channel._gone.wait(T)
+        start(channel, heart)
+
+    monkeypatch.setattr(TcpChannel, "start", late)
+    a.connect(b.address).close()
+    assert isinstance(b.accept(timeout=T).error, PeerLost)
+    heart: Heart = b._heart  # type: ignore[attr-defined]
+    assert len(heart._unused) == kernels.load(heart._rows)
 
 
 @pytest.mark.parametrize("end", ["answer", "abort"])
