@@ -388,6 +388,7 @@ class VerbsDevice(ListeningDevice):
         with self._lock:
             if self.closed:  # ``close`` did not see this one
                 raise self._closed(channel.peer)
+            channel.check()  # nor is it watched if it has ended since
             self._channels.add(channel)
             channel.known = True
             for message in self.local.announcements(channel.own_pool):

@@ -264,10 +264,9 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
     launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
     silence, before = math.ceil(max(options.peer_timeout, _SILENCE_S)) if options.peer_timeout else 0, _sockets()
     if world_size or launched:
-        store, rank, size = _static_store(method, rank, world_size or -1, limit)
-    else:
-        store, size = dist._create_store_from_options(options, rank), 0
-        rank = _number("RANK", rank) if scheme == "env" else rank
+        store, rank, size = _rendezvous(options, method, rank, world_size or -1, limit)
+    else:  # as torch has it, the environment comes first; of how many workers it tells does not count
+        store, rank, size = _rendezvous(options, method, _number("RANK", rank) if scheme == "env" else rank, 0, limit)
     # Torch waits for ever for a host that is stopped or cut off.
     port = _number("MASTER_PORT", 0) if scheme == "env" else urlparse(method).port
     for fd, _ in _sockets() - before:
@@ -296,16 +295,21 @@ def _number(variable: str, otherwise: int) -> int:
         raise ValueError(f"{variable} is not a number: {error}") from None
 
 
-def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
-    """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
-    and the others wait for a store without naming its host: so here no worker waits inside of it."""
+def _rendezvous(
+    options: RpcBackendOptions, method: str, rank: int, world_size: int, limit: timedelta
+) -> tuple[dist.Store, int, int]:
+    """As torch's, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them, and the
+    others wait for a store without naming its host: so here no worker waits inside of it. -1 stands for what the environment
+    tells, 0 workers for a dynamic group."""
     url = urlparse(method)
     host, port = url.hostname, url.port
     if url.scheme == "env":
         host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", 0)
         rank = _number("RANK", -1) if rank == -1 else rank
-        world_size = _number("WORLD_SIZE", -1) if world_size == -1 else world_size
-    if url.scheme not in ("env", "tcp") or not host or not port or rank < 0 or world_size < 1:
+        world_size = (_number("WORLD_SIZE", -1) or -1) if world_size == -1 else world_size
+    if url.scheme not in ("env", "tcp") or not host or not port or rank < 0 or world_size < 0:
+        if world_size == 0:
+            return dist._create_store_from_options(options, rank), rank, 0
         return next(dist.rendezvous(method, rank, world_size, timeout=limit))
     # torchrun hosts a store at its own address alone (as torch has it from 2.15 on).
     own = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -60,6 +60,30 @@ def test_a_variable_of_the_launcher_that_makes_no_sense_is_named(monkeypatch, va
         rpc.init_rpc("worker0", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=1))
 
 
+@pytest.mark.parametrize("scheme", ["env", "tcp"])
+def test_a_dynamic_group_without_its_store_says_so_in_time(monkeypatch, scheme):
+    port = free_port()
+    right = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"} if scheme == "env" else {}
+    for each, text in right.items():
+        monkeypatch.setenv(each, text)
+    place = "env://" if scheme == "env" else f"tcp://localhost:{port}"
+    with pytest.raises(rpc.TransferTimeout, match=f"no store at localhost:{port} .* no sign of rank 0"):
+        rpc.init_rpc("late", rank=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=place, rpc_timeout=1))
+
+
+def first_of_several(meeting):
+    """A dynamic group needs nobody else, however many the launcher has started."""
+    place = rpc.RpcBackendOptions(init_method="env://", rpc_timeout=20)
+    rpc.init_rpc("first", rank=0, rpc_backend_options=place)
+    assert agent.current().worker_names() == ["first"]
+    rpc.shutdown()
+
+
+def test_a_dynamic_group_begins_with_one_worker():
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "2"}
+    results(run_group(first_of_several, 1, dynamic=True, environment=environment))
+
+
 def calls_another(rank):
     assert rpc.rpc_sync(f"worker{1 - rank}", abs, (-1,)) == 1
     rpc.shutdown()
