@@ -175,9 +175,8 @@ class Capture(TorchDispatchMode):
         """Gradients that the call has made, by the number of their storage, and their leaves."""
         self.modules: dict[int, weakref.ref[Any]] = {}
         self.optimizers: dict[int, weakref.ref[Any]] = {}
-        self.drawn_first: dict[torch.Generator, torch.Tensor] = {}
-        """Generators that were drawn from, and their states before that; ``_drawn``: behind the latest draw."""
-        self._drawn: dict[torch.Generator, torch.Tensor] = {}
+        self.drawn: dict[torch.Generator, torch.Tensor] = {}
+        """Generators, with their states as the step should find them: at its beginning, and behind the latest draw."""
         self.grows = False
         """Whether something is still there that the call before has left."""
         self.results: list[Any] = []
@@ -203,7 +202,8 @@ class Capture(TorchDispatchMode):
             optimizers.register_optimizer_step_pre_hook(self._steps),
         ):
             self._hooks.callback(hook.remove)
-        self._drawn[torch.default_generator] = torch.get_rng_state()
+        known = () if self.before is None else self.before.drawn
+        self.drawn = {generator: generator.get_state() for generator in (torch.default_generator, *known)}
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -233,20 +233,13 @@ class Capture(TorchDispatchMode):
         before = generator.get_state()
         out = self._seen(func, args, kwargs)
         if not torch.equal(drawn := generator.get_state(), before):
-            self._draws(generator, before)
-            self._drawn[generator] = drawn
+            self._check_drawn(generator, before)
+            self.drawn[generator] = drawn
         return out
 
-    def _draws(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        """Refuse a step that sets what it draws from, as a checkpoint does to draw the same again."""
-        first = self.drawn_first.setdefault(generator, state)
-        earlier = None if self.before is None else self.before.drawn_first.get(generator)
-        if earlier is not None and torch.equal(earlier, first):
-            self.refuse(_SETS)
-        self._check_drawn(generator, state)
-
     def _check_drawn(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        if not torch.equal(self._drawn.get(generator, state), state):
+        """Refuse a step that sets what it draws from, as a checkpoint does to draw the same again."""
+        if not torch.equal(self.drawn.get(generator, state), state):
             self.refuse(_SETS)
 
     def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

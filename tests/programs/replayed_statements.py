@@ -224,11 +224,11 @@ def draws(trainer: Replayed) -> Callable[..., Any]:
 @kind
 def in_micro_batches(trainer: Replayed) -> Callable[..., Any]:
     chunks, schedule = 1 + trainer.seed % 3, ["gpipe", "1f1b", "zero_bubble"][trainer.seed % 3]
-    optimizer = trainer.optimizer
+    net, optimizer = trainer.net, trainer.optimizer
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         optimizer.zero_grad(set_to_none=False)
-        loss = trainer.in_batches(criterion, chunks, schedule, x, y)
+        loss = trainer.in_batches(criterion, chunks, schedule, x, y, net=net)
         optimizer.step()
         return loss
 

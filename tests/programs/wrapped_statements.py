@@ -119,13 +119,16 @@ class Wrapped(Trainer):
                 part = self.net.get_submodule(path)
                 part.forward = Shards(part.forward, len(where))
 
-    def in_batches(self, loss_fn: Any, chunks: int, schedule: str, x: torch.Tensor, *y: torch.Tensor) -> torch.Tensor:
+    def in_batches(
+        self, loss_fn: Any, chunks: int, schedule: str, x: torch.Tensor, *y: torch.Tensor, net: Any = None
+    ) -> torch.Tensor:
+        net = self.net if net is None else net
         if self.wrapped:
-            return self.net.forward_backward(loss_fn, x, target=y[0] if y else None, chunks=chunks, schedule=schedule)
+            return net.forward_backward(loss_fn, x, target=y[0] if y else None, chunks=chunks, schedule=schedule)
         pieces = [piece.detach().requires_grad_(x.requires_grad) for piece in x.chunk(chunks)]
         losses = []
         for piece, *target in zip(pieces, *(each.chunk(chunks) for each in y)):
-            loss = loss_fn(self.net(piece), *target)
+            loss = loss_fn(net(piece), *target)
             losses.append(loss if len(pieces) == 1 else loss * (len(piece) / len(x)))
         for loss in losses:
             loss.backward()

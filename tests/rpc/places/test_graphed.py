@@ -1036,6 +1036,26 @@ def test_gradients_are_not_held(group):
     group.run(gradients_are_not_held)
 
 
+def drawn_again_by_the_program() -> None:
+    """The program sets the state of random numbers between calls: the step draws the same again, and that is no fault of it."""
+    net, generator = mlp(nn.Dropout(0.4), nn.Tanh()), torch.Generator()
+    noisy = lambda net, optimizer: lambda x: net(x + torch.randn(x.shape, generator=generator)).detach()  # noqa: E731
+    pair = Pair(net, momentum, {"": "worker1"}, noisy, check=2)
+    (x, _), *_ = batches(1)
+    for _ in range(8):
+        with torch.random.fork_rng(devices=[]):
+            state = generator.manual_seed(7).get_state()
+            wanted = pair.step(x)
+        generator.set_state(state)
+        with torch.random.fork_rng(devices=[]):
+            assert torch.equal(pair.graph(x).cpu(), wanted)
+    pair.end(2)
+
+
+def test_drawn_again_by_the_program(group):
+    group.run(drawn_again_by_the_program)
+
+
 def beside_first_steps() -> None:
     """First steps of other models, which are recorded until they are called again, here or in another thread, are not in the
     way."""
