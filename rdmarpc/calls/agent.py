@@ -396,6 +396,7 @@ class Agent:
         from now on are told so too, and get no link. The call waits only for rings that were never written to; a peer with a
         full ring is not told."""
         kind, text = own_end()
+        self.callee.leaving = True
         links = self.connections.leave(kind, text)
         links = links if kind else []
         for link in links:

@@ -89,6 +89,8 @@ class Callee:
         """Landing places given back by a worker that does not hold them."""
         self.forked = False
         """Whether this is a forked child of the worker's process."""
+        self.leaving = False
+        """Whether others are told that this worker is gone: it begins nothing for those that are not told yet, either."""
 
     # -- frames
 
@@ -99,6 +101,8 @@ class Callee:
             self._introduce(link, frame)
         if self.post.observer is not None:
             self.post.observer.came(link, frame)
+        if self.leaving:  # the end of the connection ends the call
+            return
         self.pool.jobs.append(partial(self._serve, Answering(link, frame)))
 
     def release(self, link: Link, call: int) -> None:

@@ -68,6 +68,26 @@ def test_calls_under_way_to_a_worker_that_leaves_lose_it():
         results(outcomes)
 
 
+def has_said_goodbye(rank):
+    if rank:
+        until_dismissed()
+        agent.current().say_goodbye()
+        time.sleep(1.0)
+        rpc.shutdown(graceful=False)
+        return
+    assert rpc.rpc_sync("worker1", abs, (-1,)) == 1
+    dismiss("worker1")
+    time.sleep(0.3)
+    with pytest.raises(rpc.PeerLost, match="worker worker1 is lost"):
+        rpc.rpc_sync("worker1", abs, (-1,))
+    rpc.shutdown(graceful=False)
+
+
+def test_who_has_said_goodbye_to_some_serves_nobody():
+    for outcomes in on_every_device(has_said_goodbye, 2).values():
+        results(outcomes)
+
+
 def held_by_a_function(rank):
     """Worker 0 comes to ``shutdown`` while it runs a function that nobody lets go; worker 1 ends."""
     termination._LEAVE_TIMEOUT_S = 0.1
