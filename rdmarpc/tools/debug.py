@@ -91,8 +91,14 @@ def _link(agent: Agent, link: Link) -> dict[str, int]:
 
 def explain() -> str:
     """Several lines for a program that hangs: the calls that wait longest, the functions that run here and at which line, the
-    connections."""
-    agent = _agent.current()
+    connections, the process groups. Without RPC, in a process that has such groups, these alone."""
+    groups = [line for source in here.explained for line in source()]
+    try:
+        agent = _agent.current()
+    except RuntimeError:
+        if not groups:
+            raise
+        return "\n".join(groups)
     info, now = debug_info(), time.monotonic()
     lines = [
         f"{agent.name} (rank {agent.me.id} of {len(agent.workers)}, process {os.getpid()}): up {now - agent.since:.1f} s, "
@@ -114,7 +120,7 @@ def explain() -> str:
     rest = {key: value for key, value in info.items() if "rref" in key or "user" in key or "fork" in key}
     lines.append("references: " + ", ".join(f"{key} {value}" for key, value in rest.items()))
     lines.append("device: " + ", ".join(f"{key} {value}" for key, value in agent.device.counters().items()))
-    lines.extend(line for source in here.explained for line in source())
+    lines.extend(groups)
     return "\n".join(lines)
 
 
